@@ -4,16 +4,17 @@ import ctypes
 import functools
 import operator
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 import attrs
 import torch
 
-from .axes import Sizes, Step
-from .capabilities import Capabilities, dtype_text, resolve_dtype
-from .declaration import Declaration
+from .axes import Axis, Sizes, Step
+from .capabilities import DEVICE, Capabilities, dtype_text, resolve_dtype
+from .declaration import LIVE_ROWS, Declaration
 from .errors import ComputeError, blame
+from .fill.reach import Rows
 from .guard import outside_inference
 from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, rounded
@@ -23,6 +24,13 @@ from .tails import holds, range_of, resolve_value
 
 _VERSION: Final = operator.attrgetter("_version")
 _FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
+_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtypes by size. Torch adds and moves these, but not all other dtypes of that size."""
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """View the same memory as integers of the same size, if torch has a dtype for them."""
+    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
 def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabilities) -> Any:
@@ -93,6 +101,47 @@ class LastRun:
     ran: int = 0
     kept: int = 0
 
+@attrs.frozen
+class ResultTail:
+    """The tail of a computed slot, which is written behind the live rows of the function's result.
+
+    Attributes:
+        axes: The varying axes of the slot.
+        rows: The slot's rows, as functions of live sizes on these axes.
+        word: The value that the tail holds, as `words` views it.
+    """
+
+    axes: tuple[Axis, ...]
+    rows: Rows = attrs.field(eq=False)
+    word: Any
+
+    def write(self, target: torch.Tensor, live: Any) -> None:
+        """Write the tail. live: Live rows on each axis, as numbers, or as tensors that a graph reads."""
+        whole = words(target)
+        for dim, reach in zip(self.rows.dims, self.rows.reaches, strict=True):
+            place = torch.arange(whole.shape[dim], device=whole.device).view(-1, *[1] * (whole.dim() - dim - 1))
+            whole.masked_fill_(place >= reach(live), self.word)
+
+
+def part_of(parts: dict[str, Any], compute: Compute, slot: str, leads: bool, /, **given: Any) -> Any:  # noqa: FBT001
+    """Return a slot's part of what one call for several slots returns.
+
+    `parts` keeps the others for their turns. The slot that leads comes first in each step, and always calls.
+    """
+    if slot in parts and not leads:
+        return parts.pop(slot)
+    values, names = compute.function(**given), compute.fills
+    if compute.writes_out:
+        values = (None,) * len(names)
+    if not isinstance(values, tuple) or len(values) != len(names):
+        what = f"slot {slot!r}: its function fills {', '.join(names)}"
+        raise ComputeError(f"{what}: return a tuple with a value for each, got {values!r:.80}")
+    found = dict(zip(names, values, strict=True))
+    own = found.pop(slot)
+    parts.clear()
+    parts.update(found)
+    return own
+
 
 @attrs.frozen(eq=False)
 class Computation:
@@ -111,6 +160,8 @@ class Computation:
         read: The slots among its arguments and the aliases of them that it receives. Each has its own version counter.
         aliases: The aliases alone.
         versions: The versions of the aliases when last checked.
+        tail: The tail to write behind the result, or None.
+        live: For a tail on the device, the live rows on each of its axes, as tensors.
         again: Computes what says whether it must run again; see `Compute.again`. None if it runs in each step.
         last: Its last run, if it does not run in each step.
     """
@@ -125,6 +176,8 @@ class Computation:
     read: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     aliases: tuple[torch.Tensor, ...]
     versions: list[int]
+    tail: ResultTail | None
+    live: Sequence[torch.Tensor]
     again: "Computation | None" = None
     last: LastRun = attrs.field(factory=LastRun)
 
@@ -136,24 +189,46 @@ class Computation:
         known: Mapping[str, Any],
         target: torch.Tensor,
         compute: Compute | None = None,
+        results: dict[tuple[str, ...], dict[str, Any]] | None = None,
+        tail: ResultTail | None = None,
     ) -> "Computation":
-        """Bind a slot's function, or `compute`, to the values that are known. Each call passes the others."""
+        """Bind a slot's function, or `compute`, to the values that are known. Each call passes the others.
+
+        Args:
+            slot: The slot.
+            declaration: The slots and fields.
+            known: The values that are known, by slot or field. Those of all slots if the function writes `out`.
+            target: Where the result goes.
+            compute: The function. By default the slot's own.
+            results: What computations share that run in turn, so that one call can fill several slots.
+            tail: The tail to write behind the result.
+        """
         compute = declaration.functions[slot] if compute is None else compute
         given = {need: known[need] for need in compute.needs if need in known}
         with outside_inference():
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
             if compute.writes_out:
-                given[OUT] = target.data
+                outs = {name: known[name].data for name in compute.fills if known[name] is not None}
+                outs = compute.arguments(outs)
+                given[OUT] = outs or target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter
+        axes = tail.axes if tail is not None and declaration.side(slot) == DEVICE else ()
+        live = [known[LIVE_ROWS + axis.name] for axis in axes]
         asks_step = STEP in compute.needs and STEP not in known
         unknown = {need: declaration.fields[need] for need in compute.needs if need not in known and need != STEP}
-        function = functools.partial(compute.function, **compute.arguments(given))
+        arguments = compute.arguments(given)
+        function = functools.partial(compute.function, **arguments)
+        if compute.fills and results is not None:
+            leads = compute.fills not in results
+            parts = results.setdefault(compute.fills, {})
+            function = functools.partial(part_of, parts, compute, slot, leads, **arguments)
         aliases = tuple(alias for _, alias in read.values())
         is_number = target.numel() == 1 and not target.is_complex()
         numbers = range_of(target.dtype) if is_number else (None, 0, 0)
         versions = [*map(_VERSION, aliases)]
-        return cls(slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions)
+        bound = slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions
+        return cls(*bound, tail, live)
 
     def run(self, batch: Any, step: Step | None = None) -> None:
         """Call the function and write its result, unless `again` says that the slot has it.
@@ -175,6 +250,7 @@ class Computation:
             target.copy_(value)
         else:
             self.store(value)
+        self.pad(step)
         last.seen = seen
 
     def value(self, batch: Any, step: Step | None = None) -> Any:
@@ -197,6 +273,11 @@ class Computation:
             if now != self.versions:
                 self._refuse_writes(now)
         return value
+
+    def pad(self, step: Any) -> None:
+        """Write the tail behind the result, if there is one. step: The sizes, for a function on the host."""
+        if self.tail is not None:
+            self.tail.write(self.target, self.live or [step.live_sizes[axis] for axis in self.tail.axes])
 
     def _refuse_writes(self, now: list[int]) -> NoReturn:
         """Raise ComputeError because the function wrote a slot that it reads, or changed its shape."""
@@ -241,7 +322,8 @@ class PackedValue:
             room = torch.zeros(max(nbytes, UNIT), dtype=torch.uint8, device="cpu")
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
         letter = LETTERS.get(target.dtype) if target.numel() == 1 else None
-        pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
+        is_plain = letter is not None and computation.tail is None
+        pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if is_plain else None
         return cls(attrs.evolve(computation, target=scratch), nbytes, pack)
 
     def bytes_of(self, batch: Any, step: Step | None = None) -> bytes:
@@ -258,4 +340,5 @@ class PackedValue:
                 computation.store(value)  # this raises the ComputeError
         with torch.no_grad():
             computation.store(value)
+            computation.pad(step)
         return ctypes.string_at(computation.target.data_ptr(), self.nbytes)

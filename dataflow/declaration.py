@@ -12,13 +12,16 @@ import torch
 from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Capabilities, Placement, dtype_text, resolve_dtype
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
-from .slots import BY_STEP, Slot
+from .slots import BY_STEP, Computed, Slot
 from .sources import OUT, RANKS, SETTINGS, STEP, Call, Compute, Field, Path, Source, keys_of, linear, look_up
-from .tails import holds
+from .tails import Pad, holds
 
 Faults = Iterator[tuple[str, str]]  # pairs of a slot's or field's name and its fault
 SlotNames = Literal["", "optional", "copied"]
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
+LIVE_ROWS: Final = "_live_"
+"""The names of slots that hold an axis' live rows begin with this. Functions on the device pad their results by them.
+"""
 
 
 @attrs.frozen(eq=False)
@@ -142,6 +145,17 @@ class Declaration:
         slots = self.slots
         return DEVICE if any(n in slots and slots[n].placement == DEVICE for n in slots[name].needs) else HOST
 
+    def with_live_rows(self) -> "Declaration":
+        """Return the declaration with a slot for each axis whose live rows pad the result of a function on the device.
+
+        The host computes these slots, so that each way to fill a bucket, and each edit, writes them.
+        """
+        found = dict(self.slots)
+        for name, slot in self.slots.items():
+            if isinstance(slot.rule(), Pad) and self.side(name) == DEVICE:
+                found.update({LIVE_ROWS + axis.name: _live_rows(axis) for axis in slot.axes if not axis.fixed})
+        return attrs.evolve(self, slots=MappingProxyType(found))
+
     def check_side(self, side: Mapping[str, Any]) -> None:
         """Raise BatchError for a side argument that no slot of the class reads, enabled or not."""
         if not side or self.arguments is None or self.arguments.issuperset(side):
@@ -225,7 +239,7 @@ class Declaration:
         """
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
-        made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks)
+        made = attrs.evolve(self, slots=on, disabled=off, settings=settings, ranks=ranks).with_live_rows()
         given = {SETTINGS: settings, RANKS: ranks}
         for name, slot in made.slots.items():
             for need in slot.needs:
@@ -256,6 +270,16 @@ def declare(
     return attrs.evolve(made, arguments=side if all(isinstance(one, Path | Call) for one in read) else None)
 
 
+def _live_rows(axis: Axis) -> Slot:
+    """Make the slot that holds the live rows of an axis."""
+
+    def live_rows(step: Step) -> int:
+        return step.live(axis)
+
+    live_rows.__qualname__ = live_rows.__name__  # as plans show it
+    return Computed(function=live_rows, shape=(), dtype=torch.int64)
+
+
 def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
     """Group all faults of the declaration of this name."""
     return DeclarationErrors(f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}", faults)
@@ -272,6 +296,12 @@ def _faults(made: Declaration) -> Faults:
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
         yield from ((name, fault) for fault in _rule_faults(name, slot, made))
+        compute = slot.computes()
+        if compute and compute.fills:
+            alike = {other for other, its in made.slots.items() if its.computes() == compute}
+            if wrong := alike.symmetric_difference(compute.fills):
+                each = f"compute each of them by it, and no other slot, see {', '.join(sorted(wrong))}"
+                yield name, f"one call of {compute.name} fills {', '.join(compute.fills)}: {each}"
         if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if compute and slot.reads(name) is not None:

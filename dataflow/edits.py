@@ -12,6 +12,7 @@ import torch
 
 from .admission import check_sources
 from .axes import BATCH, TOKENS, Live
+from .computation import words
 from .errors import BatchError, ConfigError
 from .fill.bound import BoundPlan
 from .fill.bucket import Bucket
@@ -19,7 +20,7 @@ from .fill.writers import Taken
 from .guard import below_modes
 from .packet import EDIT, WORD, head_bytes
 from .sources import NO_SIDE, Sources
-from .transition import rows_of_requests, words
+from .transition import rows_of_requests
 
 Moves = Sequence[tuple[int, int]]
 """Pairs of a row that moves and its new index."""

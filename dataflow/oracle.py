@@ -51,16 +51,18 @@ def fill_slot_by_slot(
         is_absent = source is not None and value is None
         views[name] = None if is_absent else view
         if not is_absent:
-            _reset_tail(slot, view, capabilities, step)
+            reset_tail(slot, view, capabilities, step)
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
+    known, results = {**declaration.given(step), **frozen, **views}, dict[tuple[str, ...], dict[str, Any]]()
     for name in (name for name in declaration.functions if name not in left):
-        known, target = {**declaration.given(step), **frozen, **views}, buffers[name].view(step.padded_sizes)
-        Computation.bind(name, declaration, known, target).run(batch)
+        view = buffers[name].view(step.padded_sizes)
+        Computation.bind(name, declaration, known, view, results=results).run(batch)
+        reset_tail(declaration.slots[name], view, capabilities, step)
     return views
 
 
-def _reset_tail(slot: Slot, view: torch.Tensor, capabilities: Capabilities, step: Step) -> None:
+def reset_tail(slot: Slot, view: torch.Tensor, capabilities: Capabilities, step: Step) -> None:
     """Write the declared value into a slot's padded rows, if its rule has one."""
     rule = slot.rule()
     if isinstance(rule, Pad):
@@ -80,7 +82,7 @@ def advance_slot_by_slot(
     """
     views = {name: buffers[name].view(step.padded_sizes) for name in declaration.slots}
     for name, view in views.items():
-        _reset_tail(declaration.slots[name], view, capabilities, step)
+        reset_tail(declaration.slots[name], view, capabilities, step)
     live = {name: buffers[name].view(step.live_sizes) for name in declaration.sources}
     for name, rule in declaration.rules.items():
         made = views[name].clone()

@@ -80,6 +80,8 @@ class ComputeStep:
         needs: What the function needs.
         on: Where it runs.
         packed: Whether its value is sent in the packet; else it is written directly.
+        pad: What its tail holds, or None if that is what the function gives.
+        fills: All slots that the same call fills, if there are several.
     """
 
     slot: str
@@ -87,10 +89,14 @@ class ComputeStep:
     needs: tuple[str, ...]
     on: Placement
     packed: bool = False
+    pad: Number | None = None
+    fills: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return one line of the plan."""
-        how = ", rides in the upload" if self.packed else ""
+        how = f", one call for {' and '.join(self.fills)}" if self.fills else ""
+        how += "" if self.pad is None else f", then [live:] = {self.pad}"
+        how += ", rides in the upload" if self.packed else ""
         return f"compute {self.slot} = {self.function}({', '.join(self.needs)}) on the {self.on}{how}"
 
 
@@ -295,12 +301,18 @@ class _Planning:
 
     def _tails(self, slots: Mapping[str, Slot]) -> Iterable[TailReset]:
         for name, slot in sorted(slots.items()):
-            rule = slot.rule()
-            if slot.varying and isinstance(rule, Pad):
-                value = resolve_value(rule.value, self.capabilities, self.sizes)
+            value = self._pad(slot)
+            if value is not None and name not in self.declaration.functions:
                 written = slot.rewritten or name in self.pattern.in_place or name in self.foreign
                 always = written or self.lowering.is_reference
                 yield TailReset(name, value, always, fused=not self._apart(slot))
+
+    def _pad(self, slot: Slot) -> Number | None:
+        """Return the value that a slot's rows behind the live ones have in each step, or None."""
+        rule = slot.rule()
+        if slot.varying and isinstance(rule, Pad):
+            return resolve_value(rule.value, self.capabilities, self.sizes)
+        return None
 
     def _advances(self, slots: Mapping[str, Slot]) -> Iterable[Advance]:
         """Yield the rules of slots: those that run as operators, in dependency order, and then sums."""
@@ -351,8 +363,9 @@ class _Planning:
     def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
         for name, compute in self.declaration.functions.items():
             needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
-            is_fused = name in self._room and self._is_value(name) and not self._apart(self.declaration.slots[name])
-            yield ComputeStep(name, compute.name, needs, self.declaration.side(name), name in packed or is_fused)
+            slot, on = self.declaration.slots[name], self.declaration.side(name)
+            is_packed = name in packed or (name in self._room and self._is_value(name) and not self._apart(slot))
+            yield ComputeStep(name, compute.name, needs, on, is_packed, self._pad(slot), compute.fills)
 
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
         """Yield groups of slots that are copied in the same way. Foreach groups have at most `foreach_chunk` slots."""

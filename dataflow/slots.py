@@ -299,6 +299,8 @@ class Copied(Slot):
 class Computed(Slot):
     """A slot whose function derives every padded row from the slots and sizes that it names.
 
+    A tail rule sets the padded rows after the function has run.
+
     Attributes:
         function: The function.
         again: What says whether the function must run again. None if it runs in each step.
@@ -310,6 +312,12 @@ class Computed(Slot):
     def computes(self) -> Compute | None:
         """Return the declared function."""
         return attrs.evolve(self.function, again=self.again)
+
+    def faults(self) -> Iterator[str]:
+        """Yield each fault of the slot by itself."""
+        yield from super().faults()
+        if self.pad is not None and not (self.varying and isinstance(self.pad, Pad)):
+            yield f"its function gives every row, and {self.pad} changes none: say pad=value of a dim that varies"
 
 
 @attrs.frozen(kw_only=True)
@@ -515,9 +523,11 @@ def computed(
     *,
     shape: ShapeArgument = (),
     dtype: Dtype,
+    pad: PadValue | Tail | None = None,
     again: tuple[str, ...] | Callable[..., bool] | None = None,
     placement: Placement = DEVICE,
     argument: str | None = None,
+    poison: Poison | None = None,
     when: When | None = None,
     group: Group | None = None,
     init: Literal[False] = False,
@@ -529,14 +539,18 @@ def computed(
     step. One that needs slots on the device runs there, inside the graph. Both must give every padded row.
 
     Args:
-        function: Returns the value, in the slot's dtype and padded shape, or fills `out`.
+        function: Returns the value, in the slot's dtype and padded shape, or fills `out`. One function can fill several
+            slots: see `slotgraph.extend.fills`.
         shape: One size for each dim.
         dtype: A torch dtype, or a role.
+        pad: What the tail holds after the function: a value, a fixed axis, or a fill role. By default the function's
+            own rows.
         again: For a function on the host that need not run in each step: the slots in host memory and the fields that
             its value depends on, or a function of such that returns whether it must run. It also runs for other sizes
             than the last, and otherwise the slot keeps its value. By default it runs in each step.
         placement: The memory of the buffer, "device" or "host".
         argument: The operators' argument that takes this slot in host memory.
+        poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
         group: Declares a slot for each of its names. Other arguments may be mappings by these names.
         init: Leave it out. It makes type checkers reject this slot in the constructor.

@@ -5,7 +5,7 @@ import inspect
 import operator
 import pickle
 from collections.abc import Callable, Collection, KeysView, Mapping, Sequence
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import attrs
 import torch
@@ -19,6 +19,8 @@ OUT: Final = "out"
 Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
 Sources: TypeAlias = tuple[Any, ...]
+F = TypeVar("F", bound=Callable[..., Any])
+_FILLS: Final = "__slotgraph_fills__"
 _NOT_OF_USERS: Final = frozenset({"builtins", "numpy", "torch"})
 _IS_MAPPING: Final[dict[type, bool]] = {}  # `issubclass` with an abstract class costs more than the look-up itself
 
@@ -260,6 +262,7 @@ class Compute:
         function: The function.
         needs: Its parameters in order: slots, fields of the batch, `step`, `settings`, `ranks`.
         writes_out: Whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
+        fills: The slots that one call fills, if `fills` names them, else none.
         again: What says whether it must run again: a function that returns a bool, or `changed`, which returns the
             contents of what is named. None if it runs in each step.
     """
@@ -267,6 +270,7 @@ class Compute:
     function: Callable[..., Any]
     needs: tuple[str, ...]
     writes_out: bool
+    fills: tuple[str, ...] = ()
     again: "Compute | None" = None
 
     @property
@@ -275,9 +279,11 @@ class Compute:
         return str(getattr(self.function, "__qualname__", self.function))
 
     def within(self, groups: Collection[str], member: str) -> "Compute":
-        """Return the function as a group's slot has it: of these groups it needs the slots of the same name."""
-        needs = [f"{need}.{member}" if need in groups else need for need in self.needs]
-        return attrs.evolve(self, needs=tuple(needs))
+        """Return the function as a group's slot has it: of these groups it needs and fills the slots of the same name."""
+        needs, fills = [
+            tuple([f"{name}.{member}" if name in groups else name for name in names]) for names in (self.needs, self.fills)
+        ]
+        return attrs.evolve(self, needs=needs, fills=fills)
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values of what it needs by parameter, which has the group's name for a slot of a group."""
@@ -287,6 +293,29 @@ class Compute:
     def reads(self) -> tuple[str, ...]:
         """What the function and `again` need."""
         return self.needs if self.again is None else tuple(dict.fromkeys((*self.needs, *self.again.needs)))
+
+
+def fills(*slots: str) -> Callable[[F], F]:
+    """Let one function fill several computed slots by one call in each step.
+
+    The function returns a tuple with one value for each slot, in this order. If it takes `out`, that is a dict of the
+    slots' buffers by name, without slots that the settings switch off, and it fills these. Declare each slot by
+    `computed(function, ...)`.
+
+    Args:
+        slots: The names of the slots.
+
+    Raises:
+        TypeError: The names are not at least two texts, all different.
+    """
+    if not len(slots) == len({name for name in slots if isinstance(name, str)}) > 1:
+        raise TypeError(f"@fills takes the names of two slots or more, all different, got {slots!r:.80}")
+
+    def mark(function: F) -> F:
+        setattr(function, _FILLS, slots)
+        return function
+
+    return mark
 
 
 def compute_of(function: Callable[..., Any]) -> Compute:
@@ -300,7 +329,8 @@ def compute_of(function: Callable[..., Any]) -> Compute:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise TypeError(f"{parameter} cannot name a slot: use plain parameters, one for each slot needed")
     names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
-    return Compute(_no_coroutine(function), tuple(name for name in names if name != OUT), OUT in names)
+    needs = tuple(name for name in names if name != OUT)
+    return Compute(_no_coroutine(function), needs, OUT in names, getattr(function, _FILLS, ()))
 
 
 def again_of(value: tuple[str, ...] | Callable[..., Any]) -> Compute:

@@ -15,7 +15,7 @@ import torch
 
 from .axes import BATCH, TOKENS, Sizes
 from .buffers import Buffer, Buffers
-from .computation import Computation
+from .computation import Computation, words
 from .declaration import Declaration
 from .guard import outside_inference
 from .slots import Slot
@@ -25,8 +25,6 @@ from .views import Views
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _FOREACH_ADD: Final = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage] - likewise
-_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by size. Torch adds and moves these, but not all other dtypes of that size."""
 
 
 @attrs.frozen
@@ -67,11 +65,6 @@ def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
             each = size.at(one)
             return (dim, each) if each * requests == size.at(sizes) else None
     return None
-
-
-def words(tensor: torch.Tensor) -> torch.Tensor:
-    """View the same memory as integers of the same size, if torch has a dtype for them."""
-    return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
 def _wrapped(add: int, dtype: torch.dtype) -> int:

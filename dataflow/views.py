@@ -8,8 +8,8 @@ import torch
 
 from .axes import BATCH, TOKENS, Axis, Dim, Live, Step, extent
 from .capabilities import DEVICE
-from .computation import Computation
-from .declaration import Declaration
+from .computation import Computation, ResultTail
+from .declaration import LIVE_ROWS, Declaration
 from .errors import BatchError, ReplayError, did_you_mean
 from .guard import POINTER, Guard, outside_inference, own_guard
 from .slots import Slot
@@ -89,6 +89,7 @@ class ViewInfo:
         step: The step's sizes.
         relations: Axes that follow from others.
         declaration: The runner's declaration.
+        tails: The tails that are written behind the results of functions, by slot.
         whole: Slots that must not be cut, since operators take all of each.
         captured: Whether the view is for a capture, which would freeze what functions on the host return for a
             micro-batch.
@@ -98,6 +99,7 @@ class ViewInfo:
     step: Step
     relations: Mapping[Axis, Dim]
     declaration: Declaration
+    tails: Mapping[str, ResultTail]
     whole: frozenset[str] = frozenset()
     captured: bool = False
     exact: bool = False
@@ -228,22 +230,29 @@ def _cut(
     for name in (name for name in declared if name not in functions):
         tensor = values.get(name)
         made[name] = None if tensor is None else _slice(name, declared[name], tensor, info, ranges)
+    for axis, (start, stop) in ranges.items():  # a graph, too, pads the micro-batch by live rows of its own
+        if (count := values.get(LIVE_ROWS + axis.name)) is not None:
+            made[LIVE_ROWS + axis.name] = (count - start).clamp(0, stop - start)
+    computed = list[str]()
     for name, compute in functions.items():
-        if values.get(name) is None:
+        if values.get(name) is None or name.startswith(LIVE_ROWS):
             continue
         slot, brought = declared[name], [need for need in compute.needs if need in slots]
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:
             with outside_inference():
-                target = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # padded
-            known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
-            with torch.no_grad():
-                Computation.bind(name, info.declaration, known, target).run(None)
-            made[name] = target
+                made[name] = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # padded
+            computed.append(name)
             continue
         same = all(need in made and made[need] is values[need] for need in brought)
         if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
             del made[name]  # its value for all rows is wrong for a part
+    known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
+    results = dict[str, Any]()
+    with torch.no_grad():
+        for name in computed:
+            tail = info.tails.get(name)
+            Computation.bind(name, info.declaration, known, made[name], results=results, tail=tail).run(None, step)
     return made
 
 

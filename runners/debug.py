@@ -137,7 +137,7 @@ class AddressProver(Prover):
         capabilities, step = self.trial.backend.capabilities, info_of(view).step
         for buffer in self.trial.buffers:
             slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()
-            is_own = buffer.adopted and not (buffer.foreign or slot.rewritten)
+            is_own = buffer.adopted and not (buffer.foreign or slot.rewritten) and self.trial.is_filled(buffer.name)
             if tensor is None or not is_own or not isinstance(rule, Pad):
                 continue
             number = resolve_value(rule.value, capabilities, step.padded_sizes)

@@ -1,5 +1,6 @@
 """Hypothesis strategies: random declarations, sizes, batches and step sequences, and the worlds they play in."""
 
+import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,8 +29,8 @@ from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities, Placement, resolve_dtype
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.sources import look_up
-from slotgraph.dataflow.tails import Once
-from slotgraph.extend import DEVICE, HOST, Group, once, side
+from slotgraph.dataflow.tails import Keep, Once
+from slotgraph.extend import DEVICE, HOST, Group, Role, fills, once, side
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -171,33 +172,62 @@ def _twice(step: Step) -> list[int]:
     return [2 * row + step.live(TOKENS) for row in range(step.padded(BATCH))]
 
 
+def _twice_and_once(step: Step) -> tuple[list[int], int]:
+    return _twice(step), step.live(TOKENS)
+
+
 def _pairs(step: Step) -> torch.Tensor:
     rows, columns = step.padded(BATCH), step.padded(PAGES)
     return torch.arange(rows * columns, dtype=torch.int16).view(rows, columns) + step.live(BATCH)
 
 
-def computed_slots(bases: Mapping[str, Slot | Mapping[str, Slot]]) -> st.SearchStrategy[Any]:
-    """A computed slot: from sizes, from a field, or from a required slot or group, returned or written to `out`."""
-    plain = [
-        st.just(computed(lambda step: step.live(TOKENS) + 100 * step.padded(TOKENS), shape=1, dtype=torch.int32)),
-        st.just(computed(_twice, shape=BATCH, dtype=torch.int64, placement="host")),
-        st.just(computed(_twice, shape=BATCH, dtype=torch.int64)),
-        st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16)),
-        st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64)),
-        st.just(computed(lambda tag, step: tag + step.live(BATCH), dtype=torch.int64, again=("tag",))),
-        st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16, again=())),
+@st.composite
+def computed_slots(draw: st.DrawFn, name: str, bases: Mapping[str, Slot | Mapping[str, Slot]]) -> dict[str, Any]:
+    """A computed slot, or two by one call: from sizes, a field or a required slot or group, with or without tails."""
+
+    def made(function: Any, dtype: Any, shape: Any = (), placement: Placement = DEVICE, **options: Any) -> Any:
+        varies = any(Dim.of(size).varies for size in (shape if isinstance(shape, tuple) else (shape,)))
+        number = torch.int64 if isinstance(dtype, Role) else dtype
+        values = tails(number).filter(lambda pad: not isinstance(pad, Keep | Once))
+        pad = draw(st.none() | values) if varies else None
+        return computed(function, shape=shape, dtype=dtype, pad=pad, placement=placement, **options)
+
+    plain: list[tuple[Any, ...]] = [
+        (lambda step: step.live(TOKENS) + 100 * step.padded(TOKENS), torch.int32, 1),
+        (_twice, torch.int64, BATCH, HOST),
+        (_twice, torch.int64, BATCH),
+        (_pairs, torch.int16, (BATCH, PAGES)),
+        (lambda tag, step: tag + step.live(BATCH), torch.int64),
     ]
-    found = {name: [*kind.values()] if isinstance(kind, Mapping) else [kind] for name, kind in bases.items()}
+    found = {n: [*kind.values()] if isinstance(kind, Mapping) else [kind] for n, kind in bases.items()}
     needed = {n: s for n, s in found.items() if not s[0].optional and (s[0].reads(n) or s[0].computes())}
-    return st.one_of(*plain, *(st.just(_flipped(n, s, out=out)) for n, s in needed.items() for out in (False, True)))
-
-
-def _flipped(need: str, slots: Sequence[Slot], *, out: bool) -> Any:
-    slot, group = slots[0], KINDS if len(slots) > 1 else None
+    need = draw(st.sampled_from(["", *needed]))
+    if not need and draw(st.booleans()):
+        function, *like = draw(st.sampled_from(plain))
+        again = draw(st.sampled_from([None, ("tag",) if "tag" in inspect.signature(function).parameters else ()]))
+        return {name: made(function, *like, again=again)}
+    out, names = draw(st.booleans()), draw(st.permutations([name, f"and_{name}"]))
+    if not need:
+        several = fills(*names)(_twice_and_once if names[0] == name else lambda step: _twice_and_once(step)[::-1])
+        places: list[Placement] = [draw(st.sampled_from([DEVICE, HOST])) for _ in names]
+        return {
+            name: made(several, torch.int64, BATCH, places[0]),
+            f"and_{name}": made(several, torch.int64, 1, places[1]),
+        }
+    slot, given = needed[need][0], ", out" if out else ""
+    is_group = len(needed[need]) > 1
     flipped = f"{need}.flip([*range({need}.dim())])"
-    function = eval(f"lambda {need}, out: out.copy_({flipped})" if out else f"lambda {need}: {flipped}")  # noqa: S307 - a function's parameter must have the slot's own name
-    again = (need,) if slot.placement == HOST and group is None else None
-    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement, again=again, group=group)
+    like = slot.dtype, slot.shape, slot.placement
+    options: dict[str, Any] = {"group": KINDS} if is_group else {}
+    if slot.placement == HOST and not is_group:
+        options["again"] = draw(st.sampled_from([None, (need,)]))
+    if is_group or draw(st.booleans()):
+        function = eval(f"lambda {need}{given}: {f'out.copy_({flipped})' if out else flipped}")  # noqa: S307 - a function's parameter must have the slot's own name
+        return {name: made(function, *like, **options)}
+    texts = {name: flipped, f"and_{name}": f"{need}.clone()"}
+    parts = [f"out[{one!r}].copy_({texts[one]})" if out else texts[one] for one in names]
+    several = fills(*names)(eval(f"lambda {need}{given}: ({', '.join(parts)})"))  # noqa: S307 - as above
+    return {one: made(several, *like, **options) for one in texts}
 
 
 @st.composite
@@ -211,7 +241,7 @@ def declarations(draw: st.DrawFn, *, called: bool = True) -> type[Inputs]:
         fields[name] = draw(st.one_of(copied_slots(name, called=called), other_slots(), parameters(name)))
     for index in range(draw(st.integers(0, 3))):
         known = {name: field.metadata["slotgraph.slot"] for name, field in fields.items()}
-        fields[f"computed_{9 - index}"] = draw(computed_slots(known))  # by name the other way round than by need
+        fields |= draw(computed_slots(f"computed_{9 - index}", known))  # by name the other way round than by need
     names = draw(st.permutations(sorted(fields)))
     return declaration_of({name: fields[name] for name in names})
 
@@ -341,7 +371,7 @@ def poisoned(
     declaration: type[Inputs], capabilities: Capabilities, capacity: Sizes, seed: int, empty: Empty = empty
 ) -> Buffers:
     """Buffers whose every byte that no declaration promises is random: all but constants and `once` values."""
-    buffers = allocate(declaration.slotgraph, capacity, capabilities, empty)
+    buffers = allocate(declaration.slotgraph.with_live_rows(), capacity, capabilities, empty)
     for index, buffer in enumerate(sorted(buffers, key=lambda one: one.name)):
         if not isinstance(buffer.slot, Constant) and not isinstance(buffer.slot.rule(), Once):
             buffer.tensor.copy_(noise(tuple(buffer.tensor.shape), buffer.tensor.dtype, seed + index))

@@ -36,13 +36,11 @@ class Functions:
         on_host: Those that the host runs before the packet is sent.
         packed: Those whose results the host writes into the packet.
         on_device: Those that the device runs.
-        ask_step: Whether a function on the host takes the step's sizes.
     """
 
     on_host: Sequence[Computation]
     packed: Sequence[PackedValue]
     on_device: Sequence[Computation]
-    ask_step: bool
 
 
 class BucketOfPlan(Protocol):
@@ -203,8 +201,7 @@ class BoundPlan:
         if writers.computes:
             functions = self._functions or bucket.functions(live)
             packed = functions.packed
-            if functions.ask_step:
-                step = bucket.step(live)
+            step = bucket.step(live)
             for computation in functions.on_host:
                 computation.run(batch, step)
         packing = self.packing

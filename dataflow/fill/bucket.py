@@ -17,7 +17,7 @@ from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Dim, Live, Sizes, Step
 from ..buffers import Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
-from ..computation import Computation, PackedValue
+from ..computation import Computation, PackedValue, ResultTail, words
 from ..declaration import Declaration
 from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
@@ -60,7 +60,7 @@ from .writers import (
 )
 
 NO_FEED: Final = Feed(lambda _: None, 0)  # for buckets that need no packet
-NO_FUNCTIONS: Final = Functions((), (), (), ask_step=False)
+NO_FUNCTIONS: Final = Functions((), (), ())
 PATTERNS: Final = 64
 """The most patterns for which one bucket keeps plans."""
 Given = Mapping[str, torch.Tensor]
@@ -361,27 +361,36 @@ class Bucket:
         if not self.plan.computed:
             return NO_FUNCTIONS
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
-        for one in self._computed:
-            computation = self.computation(one.slot, views)
+        for one, computation in self.computations(views):
             if one.packed:
                 packed.append(PackedValue.of(computation))
             else:
                 (on_host if one.on == HOST else on_device).append(computation)
-        ask_step = any(one.asks_step or one.again for one in on_host) or any(
-            one.computation.asks_step for one in packed
-        )
-        return Functions(on_host, packed, on_device, ask_step)
+        return Functions(on_host, packed, on_device)
 
-    def computation(self, slot: str, views: Views) -> Computation:
-        """Bind a computed slot's function to the slots that it needs and to the slot that it writes."""
-        given = {SETTINGS: self.declaration.settings, RANKS: self.declaration.ranks, **self.frozen}
-        target = views[slot]
-        if target is None:
-            raise ValueError(f"slot {slot!r} is absent, so that nothing computes it")
-        bind = functools.partial(Computation.bind, slot, self.declaration, {**given, **views}, alias(target))
-        made = bind()
-        again = made.compute.again
-        return attrs.evolve(made, again=bind(again), last=self.buffers.last_runs[slot]) if again else made
+    def computations(self, views: Views) -> Iterator[tuple[ComputeStep, Computation]]:
+        """Bind the functions to the slots that they need and write, in order."""
+        declaration, results = self.declaration, dict[tuple[str, ...], dict[str, Any]]()
+        known = {SETTINGS: declaration.settings, RANKS: declaration.ranks, **self.frozen, **views}
+        for one in self._computed:
+            bind = functools.partial(Computation.bind, one.slot, declaration, known, alias(known[one.slot]))
+            made = bind(results=results, tail=self.result_tails.get(one.slot))
+            again = made.compute.again
+            if again is not None:
+                made = attrs.evolve(made, again=bind(again), last=self.buffers.last_runs[one.slot])
+            yield one, made
+
+    @functools.cached_property
+    def result_tails(self) -> Mapping[str, ResultTail]:
+        """The tails that are written behind the results of functions."""
+        found = dict[str, ResultTail]()
+        for one in () if self.exact else self.plan.computed:
+            if one.pad is not None:
+                slot, dtype = self.declaration.slots[one.slot], self.buffers[one.slot].tensor.dtype
+                axes = tuple(axis for axis in slot.axes if not axis.fixed)
+                word = words(torch.full((), one.pad, dtype=dtype, device="cpu")).item()
+                found[one.slot] = ResultTail(axes, Rows(slot, axes, self.sizes), word)
+        return found
 
     @property
     def _computed(self) -> list[ComputeStep]:
@@ -613,9 +622,9 @@ def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> F
     own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
     views = {**bucket.at(live).shown(), **own}
     step = bucket.step(live)
-    computed = [(one.on, bucket.computation(one.slot, views)) for one in bucket.plan.computed]
+    computed = [*bucket.computations(views)]
     with torch.no_grad():
-        for on, computation in computed:
-            if on == HOST:
+        for one, computation in computed:
+            if one.on == HOST:
                 computation.run(batch, step)
-    return FilledBucket(views, live, [computation for on, computation in computed if on == DEVICE])
+    return FilledBucket(views, live, [computation for one, computation in computed if one.on == DEVICE])

@@ -1,7 +1,6 @@
 """Reaches: how many rows slots have along the dims that vary, as functions of a call's live sizes."""
 
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -21,7 +20,8 @@ def reach_of(dim: Dim, varying: Sequence[Axis], fixed: Sizes) -> Reach:
     places = {axis: place for place, axis in enumerate(varying)}
     lead = dim.reveals()
     if lead is not None and dim == Dim.of(lead):
-        return operator.itemgetter(places[lead])
+        place = places[lead]
+        return lambda live: live[place]  # torch.compile knows no itemgetter
     base = dim.at({**fixed, **dict.fromkeys(varying, 0)})
     if not dim.varies:
         return lambda _: base

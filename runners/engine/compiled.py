@@ -10,7 +10,7 @@ import functools
 import itertools
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.computation import Computation
+from ...dataflow.computation import Computation, ResultTail, part_of
 from ...dataflow.guard import outside_inference
-from ...dataflow.sources import OUT
+from ...dataflow.sources import OUT, Compute
 
 AS_ONE: Final = "compiled as one"
 """The value in `CompiledFunctions.how` for a compiled function."""
@@ -52,18 +52,24 @@ class _Call:
     """One function of a group. Two groups of equal calls run the same code.
 
     Attributes:
-        function: The function as declared.
-        slots: Its parameters that are slots, with their places in the tensors of the group.
+        slot: The slot that it computes.
+        compute: How it is declared.
+        slots: Its parameters that are slots, `out` among them, with their places in the tensors of the group.
         others: Its other arguments, such as the settings, and None for an absent slot.
-        target: The place of the slot that it computes.
-        writes_out: Whether it fills that slot itself.
+        outs: For a function that fills several slots itself, their places.
+        target: The place of the slot.
+        tail: The tail that is written behind the result, or None.
+        live: The places of the live rows that the tail depends on.
     """
 
-    function: Callable[..., Any] = attrs.field(eq=id)
+    slot: str
+    compute: Compute
     slots: tuple[tuple[str, int], ...]
     others: tuple[tuple[str, Any], ...] = attrs.field(eq=lambda others: [(name, id(one)) for name, one in others])
+    outs: Mapping[str, int]
     target: int
-    writes_out: bool
+    tail: ResultTail | None
+    live: Sequence[int]
 
 
 Group = Sequence[Computation]
@@ -85,10 +91,13 @@ def _calls(group: Group) -> tuple[list[_Call], list[torch.Tensor]]:
         return places[key]
 
     for one in group:
-        given = {name: value for name, value in one.function.keywords.items() if name != OUT}
+        given, outs = dict(one.function.keywords), dict[str, int]()
+        if one.compute.fills and one.compute.writes_out:
+            outs = {name: place(value) for name, value in given.pop(OUT).items()}
         slots = tuple((name, place(value)) for name, value in given.items() if isinstance(value, torch.Tensor))
         others = tuple((name, value) for name, value in given.items() if not isinstance(value, torch.Tensor))
-        calls.append(_Call(one.compute.function, slots, others, place(one.target), one.compute.writes_out))
+        live = [*map(place, one.live)]
+        calls.append(_Call(one.slot, one.compute, slots, others, outs, place(one.target), one.tail, live))
     return calls, tensors
 
 
@@ -103,14 +112,18 @@ def _compiled(calls: Sequence[_Call], backend: str = "inductor") -> Callable[[Se
     """Return one compiled function that makes these calls."""
 
     def run(tensors: Sequence[torch.Tensor]) -> None:
+        results: dict[str, Any] = {}
         for call in calls:
-            target = tensors[call.target]
-            given = {name: tensors[place] for name, place in call.slots}
+            target, compute = tensors[call.target], call.compute
+            given: dict[str, Any] = {name: tensors[place] for name, place in call.slots}
             given.update(call.others)
-            if call.writes_out:
-                call.function(**given, out=target)
-            else:
-                target.copy_(call.function(**given))
+            if call.outs:
+                given[OUT] = {name: tensors[place] for name, place in call.outs.items()}
+            value = part_of(results, compute, call.slot, **given) if compute.fills else compute.function(**given)
+            if not compute.writes_out:
+                target.copy_(value)
+            if call.tail is not None:
+                call.tail.write(target, [tensors[place] for place in call.live])
 
     # torch keeps what it compiled with the code object, and gives up after some of one: each group has its own
     own = types.FunctionType(run.__code__.replace(), run.__globals__, run.__name__, None, run.__closure__)
@@ -137,7 +150,9 @@ class CompiledFunctions:
         """
         for one in computations:
             if one.slot not in self.how:
-                self.how[one.slot] = self._why_not(one) or AS_ONE
+                group = [other for other in computations if other is one or other.slot in one.compute.fills]
+                how = self._why_not(group) or AS_ONE
+                self.how.update({other.slot: how for other in group})
         return list(itertools.chain.from_iterable(self._runs(computations)))
 
     def _runs(self, computations: Sequence[Computation]) -> Iterator[list[Callable[[], None]]]:
@@ -189,21 +204,17 @@ class CompiledFunctions:
                 self.how[one.slot] = OTHER_MODES
                 one.run(None)
 
-    def _why_not(self, one: Computation) -> str | None:
-        """Run a function as written. Return why it cannot be compiled, or None."""
-        if one.fields or one.asks_step:
+    def _why_not(self, group: Group) -> str | None:
+        """Run a function as written. Return why it cannot be compiled, or None. group: The slots that it fills."""
+        if group[0].fields or group[0].asks_step:
             return "it takes what only a batch has"
-        one.run(None)
         with _FloatWatch() as watch:
-            value = one.function()
+            for one in group:
+                one.run(None)
         if watch.seen and not self.floats:
             return "it makes floating-point numbers, which may be rounded otherwise: ask by compile_computed=True"
-        expected = one.target.shape, one.target.dtype
-        is_alike = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == expected
-        if not is_alike and not one.compute.writes_out:
-            return "it returns no tensor of the slot's shape and dtype"
         try:
-            calls, tensors = _calls([one])
+            calls, tensors = _calls(group)
             with warnings.catch_warnings(action="error"):  # such as that a cache of the function's is ignored
                 _compiled(calls, backend="eager")(tensors)
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything

@@ -199,7 +199,8 @@ class Stage(Generic[V]):
         sizes_of = step_of or bucket.step
 
         def info_of(live: Live) -> ViewInfo:
-            return ViewInfo(sizes_of(live), self.relations, self.declaration, exact=bucket.exact, **info)
+            given = self.relations, self.declaration, bucket.result_tails
+            return ViewInfo(sizes_of(live), *given, exact=bucket.exact, **info)
 
         shown = shown or (lambda live: bucket.at(live).shown())
         return Viewer(self.views, shown, self.declaration.fields, info_of, bucket.frozen)

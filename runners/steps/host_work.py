@@ -60,9 +60,8 @@ class HostWork:
                 work.advances.append(transition.of(sizes))
         work.tails += bucket.tails(live, always=True)
         work.other_tails += bucket.tails(live, always=False)
-        for one in bucket.plan.computed:
+        for one, value in bucket.computations(bucket.views):
             if one.on == HOST:
-                value = bucket.computation(one.slot, bucket.views)
                 if one.slot in whole:
                     work.packed.append(PackedValue.of(value))
                 else:

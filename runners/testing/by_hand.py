@@ -17,6 +17,7 @@ from ...dataflow.capabilities import HOST
 from ...dataflow.computation import Computation
 from ...dataflow.declaration import Declaration
 from ...dataflow.hostdata import tensor_of
+from ...dataflow.oracle import reset_tail
 from ...dataflow.slots import Slot
 from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Pad, resolve_value
@@ -47,14 +48,12 @@ def fill_by_hand(
 ) -> ByHand:
     """Make a fill as engines write it: a tail reset and a copy for each slot, then what is computed.
 
-    With COMPILED, the first call compiles, and raises if this machine cannot.
-
     Args:
         declaration: The slots.
         backend: The device.
         padded: The bucket's sizes.
         buffers: The memory of the slots.
-        way: How slots are written: PER_SLOT, REGROUPED or COMPILED.
+        way: PER_SLOT, REGROUPED, or COMPILED, whose first call compiles, and raises if this machine cannot.
         in_graph: Whether a graph computes what is computed on the device.
     """
     views = {name: buffers[name].view(padded) for name in declaration.slots}
@@ -67,9 +66,10 @@ def fill_by_hand(
     @functools.cache
     def functions(live: Live) -> list[Any]:
         """Return the bound functions for a step of these sizes, cached as handwritten code would."""
-        known = {**declaration.given(declaration.step(live, padded)), **views}
-        bound = [Computation.bind(name, declaration, known, views[name]) for name in computed]
-        return [(one.target, one.function, one.fields) for one in bound]
+        step, results = declaration.step(live, padded), dict[str, Any]()
+        known = {**declaration.given(step), **views}
+        bound = [Computation.bind(name, declaration, known, views[name], results=results) for name in computed]
+        return [(one.slot, one.target, one.function, one.fields, step) for one in bound]
 
     def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:
         get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
@@ -83,12 +83,14 @@ def fill_by_hand(
                 value = tensor_of(value, views[name].dtype)
             values.append(value.to(views[name].device) if moves else value)
         writing(absent)(live, values)
-        for target, function, fields in functions(live):
+        for name, target, function, fields, step in functions(live):
             value = function(**{need: field.read(batch) for need, field in fields.items()})
             if isinstance(value, int | float):
                 target.fill_(value)
             elif value is not None:  # a function that returns None has written its slot
                 target.copy_(value if type(value) is torch.Tensor else tensor_of(value, target.dtype))
+            if declaration.slots[name].rule() is not None:
+                reset_tail(declaration.slots[name], target, backend.capabilities, step)
 
     return fill
 

@@ -6,7 +6,7 @@ from slotgraph.dataflow.capabilities import DEVICE, HOST, FillRole, Role
 from slotgraph.dataflow.plan import Pattern, plan_fill
 from slotgraph.dataflow.ragged import Ragged
 from slotgraph.dataflow.slots import Group, Slot, slot
-from slotgraph.dataflow.sources import Compute, Path, Source, compute_of, side
+from slotgraph.dataflow.sources import Compute, Path, Source, compute_of, fills, side
 from slotgraph.dataflow.tails import Pad, once
 from slotgraph.runners.engine.hooks import Watcher
 from slotgraph.runners.steps.loop import LaunchedStep
@@ -14,7 +14,7 @@ from slotgraph.runners.steps.loop import LaunchedStep
 # fmt: off
 __all__ = [
     "DEVICE", "HOST", "Compute", "Exclusive", "FillRole", "Group", "LaunchedStep", "Pad", "Path", "Pattern", "Ragged",
-    "Role", "Slot", "Source", "Watcher", "compute_of", "once", "plan_fill", "side", "slot",
+    "Role", "Slot", "Source", "Watcher", "compute_of", "fills", "once", "plan_fill", "side", "slot",
 ]
 # fmt: on
 

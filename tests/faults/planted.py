@@ -264,6 +264,29 @@ def plans_are_of_another_batch(old: Any, **values: Any) -> bytes:
     del old, values
     return b"nothing"
 
+@fault(
+    COMPUTED,
+    computation,
+    "part_of",
+    "runners/test_filled_together.py::test_one_call_fills_several_slots[True-in_graph]",
+)
+def calls_for_several_are_remembered(old: Any, parts: Any, compute: Any, slot: str, *leads: bool, **given: Any) -> Any:
+    """Call a function that fills several slots once for ever: all steps have the results of the first."""
+    if slot not in parts:
+        parts[slot] = old(parts, compute, slot, *leads, **given)
+    return parts[slot]
+
+
+@fault(
+    COMPUTED,
+    computation.ResultTail,
+    "write",
+    "runners/test_filled_together.py::test_one_call_fills_several_slots[True-in_graph]",
+)
+def results_keep_their_tails(old: Any, *given: Any) -> None:
+    """Write no tail behind what a function gives: padded rows hold what it makes of padding."""
+    del old, given
+
 
 @fault(ROLES, capabilities.Role, "on", "dataflow/test_slots.py::test_the_backend_decides_dtypes_and_pads_of_roles")
 def dtypes_are_the_same_everywhere(old: Any, self: Any, record: Any) -> Any:

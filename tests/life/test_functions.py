@@ -20,7 +20,7 @@ from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, c
 from slotgraph.dataflow.axes import Shape, Sizes, Step, extent, shape_of
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.edits import rearrange
-from slotgraph.extend import once
+from slotgraph.extend import fills, once
 from tests.packing import backend_of
 
 PAGES: Final = Axis("PAGES")
@@ -53,15 +53,6 @@ OVER_ROWS: Final = (
 )
 ON_HOST: Final = ("int({some}.amax())", "int({some}.sum()) + step.live(BATCH)", "[int({some}.amin())]")
 ON_DEVICE: Final = ("{some}.sum().reshape(1).to(torch.int64)", "({some}.amax() - {some}.amin()).reshape(1).long()")
-
-
-@attrs.frozen
-class Function:
-    """The function of a computed slot. again: the slots whose contents it depends on, if it runs only for others."""
-
-    text: str
-    on_host: bool
-    again: tuple[str, ...] | None
 
 
 @attrs.frozen
@@ -103,6 +94,22 @@ class Drawn:
     def number(self) -> int:
         """What its tail holds, where it is told."""
         return 0 if self.pad is None or self.pad in UNREAD else self.pad
+
+
+@attrs.frozen
+class Asked:
+    """A computed slot of a random declaration.
+
+    text: its function's, or its part of a tuple. host: it is in host memory. like: the slot whose shape and dtype it
+    has; by default it is one number. fills: the slots that one call fills. again: what its value depends on.
+    """
+
+    text: str
+    host: bool
+    like: str = ""
+    pad: Any = None
+    fills: tuple[str, ...] = ()
+    again: tuple[str, ...] | None = None
 
 
 def function(text: str, names: Sequence[str]) -> Any:
@@ -166,7 +173,7 @@ def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int, *, co
         if one.kind == Kind((BATCH,), torch.int64, host=False) and draw(st.integers(0, 3)) == 0:
             text = draw(st.sampled_from(["made", "made.remainder(97)", f"({one.name} + made).remainder(1009)"]))
         ruled.append(attrs.evolve(one, rule=text))
-    functions = dict[str, Function]()
+    functions = dict[str, Asked]()
     for number in range(draw(st.integers(0, 3))):
         on_host = draw(st.booleans())
         some = [one.name for one in ruled if one.kind.host == on_host and one.name not in unread]
@@ -175,9 +182,31 @@ def declarations(draw: st.DrawFn, axes: Sequence[Axis | None], width: int, *, co
             name = draw(st.sampled_from(some))
             text = draw(st.sampled_from(ON_HOST if on_host else ON_DEVICE)).format(some=name)
             again = (name,) if on_host and draw(st.booleans()) else None
-            functions[f"c{number}"] = Function(text, on_host and draw(st.booleans()), again)
+            functions[f"c{number}"] = Asked(text, on_host and draw(st.booleans()), again=again)
+    whole = [one for one in ruled if one.kind.dim is not None and one.name not in unread]
+    for name in draw(st.sampled_from([(), ("r0",), ("r0", "r1")])) if whole else ():
+        functions |= draw(padded(name, draw(st.sampled_from(whole)), correct=correct))
     state = {name: torch.full((ENTRIES,), STARTS) for name in tables}
     return World({one.name: one for one in ruled}, functions, width, tables, state)
+
+
+@st.composite
+def padded(draw: st.DrawFn, name: str, like: Drawn, *, correct: bool) -> dict[str, Asked]:
+    """A function of all rows of a slot, perhaps with a number by the same call, and with one computed of the rows."""
+    runs_on_host = like.kind.host
+    hosts = st.booleans() if runs_on_host else st.just(value=False)
+    one_number = "int({}.sum())" if runs_on_host else "{}.sum().reshape(1).to(torch.int64)"
+    made = {name: Asked(f"({like.name} * 2 + 1)", draw(hosts), like.name, draw(st.sampled_from([None, 0, 7, -3])))}
+    if draw(st.booleans()):
+        text = "step.live(BATCH)" if runs_on_host else "torch.ones_like({}).sum().reshape(1).to(torch.int64)"
+        text = one_number if not correct else text if runs_on_host else "{}.reshape(-1)[:1].to(torch.int64)"
+        made[f"{name}_once"] = Asked(text.format(like.name), draw(hosts))
+        names = tuple(draw(st.permutations(sorted(made))))
+        made = {one: attrs.evolve(asked, fills=names) for one, asked in made.items()}
+    if not correct and draw(st.booleans()):
+        text = "int({}.sum())" if made[name].host else "{}.sum().reshape(1).to(torch.int64)"
+        made[f"{name}_all"] = Asked(text.format(name), made[name].host)
+    return made
 
 
 @attrs.frozen
@@ -189,14 +218,15 @@ class World:
     """
 
     slots: Mapping[str, Drawn]
-    functions: Mapping[str, Function]
+    functions: Mapping[str, Asked]
     width: int
     tables: Mapping[str, str]
     state: Tensors
 
     def inputs(self) -> type[Inputs]:
         """The class."""
-        names = [*self.slots, *self.tables, "made", "step"]
+        names = [*self.slots, *self.functions, *self.tables, "made", "step"]
+        groups = dict[tuple[str, ...], Any]()
         body: dict[str, Any] = {"made": output(BATCH, dtype=torch.int64)}
         body |= {name: staged(ENTRIES, dtype=torch.int64, starts=STARTS) for name in self.tables}
         for name, one in self.slots.items():
@@ -204,10 +234,15 @@ class World:
             options |= {"then": function(one.rule, names)} if one.rule else {}
             options |= {"pad": one.pad} if one.kind.dim is not None else {}
             body[name] = copied(*one.kind.shape, dtype=one.kind.dtype, rewritten=one.written, **options)
-        for name, made in self.functions.items():
-            options = {"placement": "host"} if made.on_host else {}
-            options["again"] = made.again
-            body[name] = computed(function(made.text, names), shape=1, dtype=torch.int64, **options)
+        for name, asked in self.functions.items():
+            made = function(asked.text, names)
+            if asked.fills:
+                text = f"({', '.join(self.functions[other].text for other in asked.fills)})"
+                made = groups.setdefault(asked.fills, fills(*asked.fills)(function(text, names)))
+            kind = self.slots[asked.like].kind if asked.like else Kind((1,), torch.int64, host=False)
+            options = {"placement": "host"} if asked.host else {}
+            options |= {"pad": asked.pad, "again": asked.again}
+            body[name] = computed(made, shape=kind.shape, dtype=kind.dtype, **options)
         return type("DrawnInputs", (Inputs,), {"__annotations__": dict.fromkeys(body, torch.Tensor), **body})
 
     def run(self, view: Mapping[str, torch.Tensor]) -> None:
@@ -219,9 +254,12 @@ class World:
                 made += value.to(torch.int64).movedim(one.kind.dim, 0).reshape(len(made), -1).sum(1)
             if one.written:
                 value.add_(1)
-        for name, computes in self.functions.items():
-            if not computes.on_host:
+        for name, asked in self.functions.items():
+            if not asked.host and not asked.like:
                 made += view[name]
+            elif not asked.host and self.width:
+                rows = view[name].to(torch.int64).movedim(self.slots[asked.like].kind.dim or 0, 0)
+                made += rows.reshape(len(made), -1).sum(1)
         view["made"].copy_(made.remainder(10007))
         for name, some in self.tables.items():
             more = view[some].sum().to(torch.int64) if some else 1
@@ -255,9 +293,15 @@ class World:
     def stepped(self, rows: Tensors, step: Step) -> tuple[Tensors, Tensors, torch.Tensor]:
         """What slots hold after a step, what computed slots hold, and what it made, padded rows and all."""
         view = {name: self.padded(name, rows[name], step.padded_sizes) for name in self.slots} | self.state
-        found = {}
+        found = Tensors()
         for name, one in self.functions.items():
-            found[name] = torch.as_tensor(called(one.text, {**view, "step": step}), dtype=torch.int64).reshape(1)
+            value = called(one.text, {**view, **found, "step": step})
+            if not one.like:
+                found[name] = torch.as_tensor(value, dtype=torch.int64).reshape(1)
+                continue
+            found[name] = value if one.pad is None else torch.full_like(value, one.pad)
+            inside = rows_in(rows[one.like])
+            found[name][inside] = value[inside]
         made = torch.zeros(step.padded_sizes[BATCH], dtype=torch.int64)
         self.run({**view, **found, "made": made})
         return {name: view[name][rows_in(rows[name])] for name in rows}, found, made
@@ -279,7 +323,10 @@ class World:
             if one.pad in UNREAD or one.written:
                 mine, right = mine[rows_in(rows[name])], rows[name]
             assert torch.equal(mine, right), (name, mine, right)
-        for name, right in {**found, **self.state}.items():
+        for name, right in found.items():
+            mine = buffers[name].view(padded).cpu()
+            assert torch.equal(mine, right), (name, mine, right)
+        for name, right in self.state.items():
             assert torch.equal(buffers[name].tensor.cpu(), right), (name, buffers[name].tensor, right)
 
     def values(self, seed: int, sizes: Sizes) -> Tensors:

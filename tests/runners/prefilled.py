@@ -44,7 +44,7 @@ class Prefill(Inputs):  # tokens of several requests behind one another
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
     extend_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
-    extend_start_loc: torch.Tensor = computed(starts, shape=BATCH, dtype=torch.int32)
+    extend_start_loc: torch.Tensor = computed(starts, shape=BATCH, dtype=torch.int32, pad=7)
     scale: Any
 
     @classmethod
