@@ -101,6 +101,7 @@ class LastRun:
     ran: int = 0
     kept: int = 0
 
+
 @attrs.frozen
 class ResultTail:
     """The tail of a computed slot, which is written behind the live rows of the function's result.

@@ -279,11 +279,12 @@ class Compute:
         return str(getattr(self.function, "__qualname__", self.function))
 
     def within(self, groups: Collection[str], member: str) -> "Compute":
-        """Return the function as a group's slot has it: of these groups it needs and fills the slots of the same name."""
-        needs, fills = [
-            tuple([f"{name}.{member}" if name in groups else name for name in names]) for names in (self.needs, self.fills)
-        ]
-        return attrs.evolve(self, needs=needs, fills=fills)
+        """Return the function as a group's slot has it: of these groups it needs and fills slots of the same name."""
+
+        def named(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple([f"{name}.{member}" if name in groups else name for name in names])
+
+        return attrs.evolve(self, needs=named(self.needs), fills=named(self.fills))
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return values of what it needs by parameter, which has the group's name for a slot of a group."""

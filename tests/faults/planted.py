@@ -264,6 +264,7 @@ def plans_are_of_another_batch(old: Any, **values: Any) -> bytes:
     del old, values
     return b"nothing"
 
+
 @fault(
     COMPUTED,
     computation,

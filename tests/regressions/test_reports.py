@@ -365,6 +365,7 @@ def test_sglang_39825_host_values_in_a_graph_of_several_steps() -> None:
         assert torch.equal(runner(batch), batch["ids"] * (max(lengths) + 1) + max(lengths) + 2)
     assert runner.stats()["steps"] == {"graph": 3, "eager": 0}
 
+
 class Told(Inputs):  # rows of a cache, and the longest of them, as an engine tells its attention kernel
     lengths: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     max_seqlen: int = 8

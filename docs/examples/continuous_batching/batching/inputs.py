@@ -67,9 +67,7 @@ def inputs_for(kinds: Mapping[str, Layers], dtype: torch.dtype) -> type[Inputs]:
         past_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
         query_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
         key_request: Mapping[str, torch.Tensor] = copied(KEYS, dtype=torch.int32, pad=-1, group=group)
-        pages: Mapping[str, torch.Tensor] = copied(
-            BATCH, PAGES, dtype=torch.int32, pad=0, ragged=True, group=group
-        )
+        pages: Mapping[str, torch.Tensor] = copied(BATCH, PAGES, dtype=torch.int32, pad=0, ragged=True, group=group)
         output_ids: torch.Tensor = staged(OUTPUTS, REQUESTS, dtype=torch.int32, starts=0)  # kept from step to step
         input_ids: torch.Tensor = computed(carry, shape=TOKENS, dtype=torch.int32)
         position_ids: torch.Tensor = computed(position_ids_of, shape=TOKENS, dtype=torch.int32)
