@@ -241,6 +241,9 @@ def _faults(made: Declaration) -> Faults:
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
         yield from ((name, fault) for fault in _rule_faults(name, slot, made))
+        for need in slot.ragged.needs if isinstance(slot.ragged, Compute) else ():
+            if need != SETTINGS and need not in made.slots:
+                yield name, f"its ragged= needs {need!r}: name a slot, or `settings`{did_you_mean(need, made.slots)}"
         if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if slot.computes() and slot.reads(name) is not None:

@@ -29,6 +29,7 @@ class Chain(Generic[V]):
     """Runs steps from a first batch on, with an edit before a step if requests leave, join or change.
 
     Attributes:
+        buffers: The memory of the slots.
         hold_reason: Why each step must be read before the next is launched, or "" if steps can be launched ahead.
     """
 
@@ -53,6 +54,7 @@ class Chain(Generic[V]):
         self._runner = runner
         self._buckets = buckets
         self._graphs = graphs
+        self.buffers = graphs.buffers
         self._use = graphs.buffers.use
         self._hosts = graphs.filler.hosts
         self._ranks = runner.coordinator
@@ -96,7 +98,7 @@ class Chain(Generic[V]):
         if source != slot or self._edits.rows.get(slot) != (0, 1) or len(declaration.slots[slot].shape) > 1:
             raise ConfigError(
                 f"needs names {slot!r}: name slots of one number a request that advance by a number, as "
-                "then=lambda seq_lens: seq_lens + 1 does"
+                "then=lambda seq_lens: seq_lens + 1 does, or ragged slots whose ragged= is a function of such a slot"
             )
         return growth
 
