@@ -33,7 +33,7 @@ class Chain(Generic[V]):
         hold_reason: Why each step must be read before the next is launched, or "" if steps can be launched ahead.
     """
 
-    def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str) -> None:
+    def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop) -> None:
         """Check the runner and the batch. Nothing is run yet.
 
         Args:
@@ -41,7 +41,6 @@ class Chain(Generic[V]):
             batch: The first step's batch.
             buckets: The runner's buckets.
             loop: The loop that ranks agreed on.
-            by_calls: Why each step is a call of the runner, or "" if steps are replays.
         """
         declaration = runner.stage.declaration
         slots = declaration.slots
@@ -59,6 +58,11 @@ class Chain(Generic[V]):
         self._hosts = graphs.filler.hosts
         self._ranks = runner.coordinator
         self._loop = loop
+        lowering, by_calls = graphs.filler.lowering, ""  # why each step is a call of the runner, not a replay
+        if not lowering.runs_ahead:
+            by_calls = f"the lowering is {lowering.name}"
+        elif runner.watch.watchers or runner.config.modes:
+            by_calls = "each step is watched"
         self._by_calls = by_calls
         self._absent = runner.stage.absent(batch, NO_SIDE)
         self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}

@@ -20,7 +20,8 @@ from ...dataflow.errors import BatchError, ConfigError, StaleOutputError
 from ...dataflow.guard import outside_inference, without_gradients
 from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE, SETTINGS, Compute
-from ..engine.config import GENERATIONS, checked, refuse
+from ..engine.config import GENERATIONS, Buckets, check_step, checked, checked_names, refuse
+from ..engine.hooks import Loop
 from ..engine.outputs import Out, Stamped, chosen_parts, constant_leaf, map_tensors, own_copy
 from ..engine.runner import Runner
 from .chain import Chain
@@ -170,14 +171,23 @@ class StepLoop(Generic[V, Out]):
     def __init__(
         self,
         runner: Runner[V, Any],
-        chain: Chain[V],
+        buckets: Buckets,
+        loop: Loop,
         batch: Any,
         keys: SomeKeys | None,
         ahead: int,
         read: Callable[[Any], Any] | None,
         needs: Collection[str],
     ) -> None:
-        """Check the keys of the first batch. Nothing is run yet. The other arguments are those of `steps`."""
+        """Check the arguments, which are those of `Chain` and of `DecodeRunner.steps`. Nothing is run yet."""
+        checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
+        needs = checked_names("needs", needs)
+        if read is not None:
+            check_step("read", read, "a step's outputs, which chooses parts of them")
+        decision = runner.decide(batch)
+        if decision.bucket is None:
+            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
+        chain = Chain(runner, batch, buckets, loop)
         requests = runner.size(batch, NO_SIDE)[-1]
         first = keys_in(range(requests) if keys is None else keys, "steps(batch, keys={})")
         different = len({*first})
@@ -202,18 +212,16 @@ class StepLoop(Generic[V, Out]):
         self._ring: list[dict[tuple[int, int], OutputCopies]] = [{} for _ in range(ahead + 2)]
         self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
-        self._ragged = {
-            name: RaggedRows(chain.buffers[name])
-            for name, slot in runner.stage.declaration.slots.items()
-            if slot.ragged and not (slot.rewritten or slot.advances())
-        }
+        slots = runner.stage.declaration.slots
+        kept = [name for name, slot in slots.items() if slot.ragged and not (slot.rewritten or slot.advances())]
+        self._ragged = {name: RaggedRows(chain.buffers[name]) for name in kept}
         self._growths = dict[str, int]()
         self._needs = dict[str, tuple[str, Compute | None]]()  # by slot, which number is predicted, and what of it
         for name in needs:
-            read, length = name, self._ragged[name].length if name in self._ragged else None
-            if length is not None:
+            read, length = name, slots[name].ragged if name in kept else None
+            if isinstance(length, Compute):
                 read = next(need for need in length.needs if need != SETTINGS)
-            self._needs[name] = read, length
+            self._needs[name] = read, length or None
             self._growths[read] = chain.growth_of(read)
         # by key, what the number would have been in step 0, or the step, the values and the row that it is read from
         self._values: dict[str, dict[Hashable, int | tuple[int, Callable[[], Any], int]]] = {
@@ -425,7 +433,7 @@ class StepLoop(Generic[V, Out]):
         lengths = np.asarray(length.function(**{need: given[need] for need in length.needs}))
         if lengths.shape != numbers.shape or lengths.dtype.kind not in "iu":
             raise ConfigError(f"slot {slot!r}: ragged= gives {lengths!r:.80}, not a whole number for each request")
-        missing = np.maximum(lengths - self._ragged[slot].counts(found.keys()), 0)
+        missing = np.maximum(lengths - [len(row) for row in map(self._ragged[slot].row, found)], 0)
         return dict(zip(found, missing.tolist(), strict=True))
 
     def hold(self, why: str) -> None:
