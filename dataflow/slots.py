@@ -33,7 +33,7 @@ def flag(value: bool) -> bool:  # noqa: FBT001 - the parameter's value itself
     return value
 
 
-def ragged_of(value: bool | Callable[..., Any] | Compute) -> bool | Compute:  # noqa: FBT001 - as above
+def ragged_of(value: Any) -> bool | Compute:
     """Check that a value is True, False, or a function of what determines the length of rows."""
     return compute_of(value) if callable(value) or isinstance(value, Compute) else flag(value)
 

@@ -39,6 +39,7 @@ from .engine.stage import NO_SIZES, Stage, StepFunction, joined
 from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
+from .steps.chain import Chain
 from .steps.loop import LaunchedStep, StepLoop
 
 Read = TypeVar("Read")
@@ -507,4 +508,4 @@ class DecodeRunner(RequestRunner[V, Out]):
         with self.coordinator.loop() as loop:
             if batch is None:
                 batch, _ = self._empty(None, NO_SIDE)
-            return iter(StepLoop(self, self.buckets, loop, batch, keys, ahead, read, needs))
+            return iter(StepLoop(self, Chain(self, batch, self.buckets, loop), batch, keys, ahead, read, needs))

@@ -28,6 +28,7 @@ from .engine.routes import EagerRoutes, GraphRoute, Route
 from .engine.runner import Runner
 from .engine.stage import NO_BINDINGS, NO_SIZES, Stage
 from .engine.statistics import Decision, human_bytes
+from .steps.chain import Chain
 from .steps.loop import LaunchedStep, StepLoop
 
 
@@ -256,7 +257,8 @@ class InputBuffers(Generic[V]):
             BatchError: The batch does not fit, or has too many requests.
         """
         graphs = OwnGraphs(self._layer, [self.at(sizes) for sizes in padded], launch, batch, output_rows)
-        return iter(StepLoop(graphs, graphs.buckets, Loop(), batch, keys, ahead, read, needs))
+        chain = Chain(graphs, batch, graphs.buckets, Loop())
+        return iter(StepLoop(graphs, chain, batch, keys, ahead, read, needs))
 
     def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = (), written: bool = False) -> V:
         """Return the slots at their padded sizes, for a capture, or for a producer.
@@ -592,10 +594,10 @@ class OwnGraphs(Runner[V, Any]):
         check_step("launch", launch)
         stage, filler = layer.stage, layer.filler
         absent = stage.absent(batch, NO_SIDE)
-        by_rows = {one.sizes.get(BATCH, 0): one for one in filled}
+        by_rows = {one.sizes.get(BATCH, one.sizes.get(TOKENS, 0)): one for one in filled}
         self.buckets = Buckets(tuple(by_rows))
         rows = self.buckets.largest
-        largest = by_rows[rows].sizes
+        largest = {BATCH: rows, **by_rows[rows].sizes}
         width = largest.get(TOKENS, rows) // rows
         size = Sizer(stage.declaration, {TOKENS: BATCH * width}, largest, BATCH, factor="padded")
         super().__init__(RunnerConfig(debug=False), stage, size, Coordinator(), capacity=largest)

@@ -42,6 +42,9 @@ class Chain(Generic[V]):
             buckets: The runner's buckets.
             loop: The loop that ranks agreed on.
         """
+        decision = runner.decide(batch)
+        if decision.bucket is None:
+            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
         declaration = runner.stage.declaration
         slots = declaration.slots
         if not declaration.rules:

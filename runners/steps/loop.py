@@ -20,8 +20,7 @@ from ...dataflow.errors import BatchError, ConfigError, StaleOutputError
 from ...dataflow.guard import outside_inference, without_gradients
 from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE, SETTINGS, Compute
-from ..engine.config import GENERATIONS, Buckets, check_step, checked, checked_names, refuse
-from ..engine.hooks import Loop
+from ..engine.config import GENERATIONS, check_step, checked, checked_names, refuse
 from ..engine.outputs import Out, Stamped, chosen_parts, constant_leaf, map_tensors, own_copy
 from ..engine.runner import Runner
 from .chain import Chain
@@ -171,23 +170,18 @@ class StepLoop(Generic[V, Out]):
     def __init__(
         self,
         runner: Runner[V, Any],
-        buckets: Buckets,
-        loop: Loop,
+        chain: Chain[V],
         batch: Any,
         keys: SomeKeys | None,
         ahead: int,
         read: Callable[[Any], Any] | None,
         needs: Collection[str],
     ) -> None:
-        """Check the arguments, which are those of `Chain` and of `DecodeRunner.steps`. Nothing is run yet."""
+        """Check the arguments, which are those of `DecodeRunner.steps`. Nothing is run yet."""
         checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
         needs = checked_names("needs", needs)
         if read is not None:
             check_step("read", read, "a step's outputs, which chooses parts of them")
-        decision = runner.decide(batch)
-        if decision.bucket is None:
-            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-        chain = Chain(runner, batch, buckets, loop)
         requests = runner.size(batch, NO_SIDE)[-1]
         first = keys_in(range(requests) if keys is None else keys, "steps(batch, keys={})")
         different = len({*first})
@@ -213,16 +207,17 @@ class StepLoop(Generic[V, Out]):
         self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
         slots = runner.stage.declaration.slots
-        kept = [name for name, slot in slots.items() if slot.ragged and not (slot.rewritten or slot.advances())]
+        ragged = [name for name in self._sources if slots[name].ragged]
+        kept = [name for name in ragged if not (slots[name].rewritten or slots[name].advances())]
         self._ragged = {name: RaggedRows(chain.buffers[name]) for name in kept}
         self._growths = dict[str, int]()
-        self._needs = dict[str, tuple[str, Compute | None]]()  # by slot, which number is predicted, and what of it
+        self._needs = dict[str, tuple[str, Compute | bool | None]]()  # by slot, the predicted one, and what of it
         for name in needs:
-            read, length = name, slots[name].ragged if name in kept else None
+            number, length = name, slots[name].ragged if name in kept else None
             if isinstance(length, Compute):
-                read = next(need for need in length.needs if need != SETTINGS)
-            self._needs[name] = read, length or None
-            self._growths[read] = chain.growth_of(read)
+                number = next(need for need in length.needs if need != SETTINGS)
+            self._needs[name] = number, length
+            self._growths[number] = chain.growth_of(number)
         # by key, what the number would have been in step 0, or the step, the values and the row that it is read from
         self._values: dict[str, dict[Hashable, int | tuple[int, Callable[[], Any], int]]] = {
             name: {} for name in self._growths
@@ -426,7 +421,7 @@ class StepLoop(Generic[V, Out]):
                 known[key] = int(values()[row]) - growth * step
         grown = growth * (self.launched + steps - 1)
         found = {key: number + grown for key, number in known.items()}  # type: ignore[operator] # numbers by now
-        if length is None:
+        if not isinstance(length, Compute):
             return found
         numbers = np.array([*found.values()], np.int64)
         given = {SETTINGS: self._runner.stage.declaration.settings, read: numbers}

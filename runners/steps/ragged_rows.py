@@ -13,7 +13,7 @@ from ...dataflow.hostdata import LETTERS, NOT_CARRIED, bytes_of_list
 
 
 class RaggedRows:
-    """The rows of a ragged slot, of a dtype that arrays have.
+    """The rows of a ragged slot.
 
     Attributes:
         rows: By live request, the values of its row. A row that came as a tensor on the device is left out, because the
@@ -42,8 +42,8 @@ class RaggedRows:
         """Return a request's row. Raise BatchError if it is on the device."""
         if key not in self.rows:
             raise BatchError(
-                f"slot {self._to.name!r}: the row of request {key!r} came as a tensor on the device, which the host does "
-                "not read: give rows in host memory"
+                f"slot {self._to.name!r}: the row of request {key!r} came as a tensor on the device, which the host "
+                "does not read: give rows in host memory"
             )
         return self.rows[key]
 
@@ -54,8 +54,9 @@ class RaggedRows:
             raise BatchError(f"slot {name!r}: append takes a list with a list of values for each request")
         found = dict[Hashable, Sequence[Any]]()
         for key, values in zip(keys, added, strict=True):
-            row = array.array(LETTERS[dtype], self.row(key))
+            before = self.row(key)
             try:
+                row = array.array(LETTERS.get(dtype, "e"), before)  # arrays have no "e", and raise ValueError
                 row.frombytes(bytes_of_list(values, dtype))
             except NOT_CARRIED as error:
                 raise BatchError(f"slot {name!r}: values for request {key!r}: {error}") from error
@@ -70,7 +71,8 @@ class RaggedRows:
 
     def table(self, rows: Mapping[Hashable, Sequence[Any]]) -> torch.Tensor:
         """Return whole rows that were appended to, with the pad value behind the values."""
-        tensor, pad = self._to.tensor, self._to.slot.pad
-        rest: Any = array.array(LETTERS[tensor.dtype], [pad.value]) * tensor.shape[1]  # type: ignore[union-attr]
+        tensor: torch.Tensor = self._to.tensor
+        pad: Any = self._to.slot.pad  # a number
+        rest: Any = array.array(LETTERS[tensor.dtype], [pad.value]) * tensor.shape[1]
         whole = bytearray().join([row + rest[len(row) :] for row in rows.values()])
         return torch.frombuffer(whole, dtype=tensor.dtype).view(len(rows), -1)

@@ -23,9 +23,7 @@ REQUESTS, FEW, WIDTH, PAGE = 256, 8, 64, 16
 class Paged(Inputs):
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda next_ids: next_ids)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, then=lambda lens: lens + 1)
-    pages: torch.Tensor = copied(
-        BATCH, PAGES, dtype=torch.int32, pad=-1, ragged=lambda lens: (lens + PAGE - 1) // PAGE
-    )
+    pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=-1, ragged=lambda lens: (lens + PAGE - 1) // PAGE)
     next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
 
 
@@ -39,9 +37,7 @@ def test_append(backend: Backend) -> None:
     """Beside edits of the same rows, as a tensor on the device and as lists, and a step without news."""
 
     def looped(say: Callable[[LaunchedStep, list[int]], object]) -> Callable[[Any], None]:
-        runner = decoder(
-            Paged, step, backend=backend, buckets=[REQUESTS], sizes={PAGES: WIDTH}, output_rows=BATCH
-        )
+        runner = decoder(Paged, step, backend=backend, buckets=[REQUESTS], sizes={PAGES: WIDTH}, output_rows=BATCH)
         batch = {"ids": [1] * REQUESTS, "lens": [1] * REQUESTS, "pages": [[row] for row in range(REQUESTS)]}
         steps, turns = runner.steps(batch, ahead=1, needs=["pages"]), collections.deque(range(REQUESTS))
         last = next(steps)

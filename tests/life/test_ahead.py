@@ -149,19 +149,13 @@ class Own:
 
 
 @functools.cache
-def runner_on(backend: str, lowering: str | None, own: str = "") -> "Runs":
-    """A captured runner, or graphs of one's own. Each example begins steps anew."""
-    if own:
-        on, sizes = backend_of(backend, lowering), {BATCH: MOST, TOKENS: MOST, PAGES: WIDE}
-        buffers = InputBuffers(AheadInputs, sizes, backend=on, lowering=lowering or "auto")
-        graphs = Own(on, buffers, own == "in the graph")
-        graphs.capture()
-        return Runs(on, graphs.buckets, graphs.steps, graphs.memory)
+def runner_on(backend: str, lowering: str | None) -> DecodeRunner[AheadInputs]:
+    """A captured runner, of which each example begins steps anew."""
     options: Any = {"backend": backend_of(backend, lowering), "sizes": {PAGES: WIDE}, "output_rows": BATCH}
     if lowering is not None:
         options["lowering"] = lowering
     made: DecodeRunner[AheadInputs] = decoder(AheadInputs, step, buckets=BUCKETS, **options)
-    return Runs(made.stage.backend, made.buckets, made.steps, lambda name: made.graphs.buffers[name].tensor)
+    return made
 
 
 @attrs.frozen(eq=False)
@@ -172,6 +166,19 @@ class Runs:
     buckets: Buckets
     steps: Callable[..., Iterator[LaunchedStep]]
     memory: Callable[[str], torch.Tensor]
+
+
+@functools.cache
+def runs_on(backend: str, lowering: str | None, own: str = "") -> Runs:
+    """A runner, or graphs of one's own."""
+    if not own:
+        runner = runner_on(backend, lowering)
+        return Runs(runner.stage.backend, runner.buckets, runner.steps, lambda name: runner.graphs.buffers[name].tensor)
+    on, sizes = backend_of(backend, lowering), {BATCH: MOST, TOKENS: MOST, PAGES: WIDE}
+    buffers = InputBuffers(AheadInputs, sizes, backend=on, lowering=lowering or "auto")
+    graphs = Own(on, buffers, own == "in the graph")
+    graphs.capture()
+    return Runs(on, graphs.buckets, graphs.steps, graphs.memory)
 
 
 rows_of_requests = st.builds(
@@ -230,7 +237,7 @@ class Steps(RuleBasedStateMachine):
     @initialize(data=st.data(), ahead=st.sampled_from([0, 1, 4]))
     def begin(self, data: st.DataObject, ahead: int) -> None:
         way = data.draw(st.sampled_from(self.ways))
-        self.runner, self.ahead, self.next_key = runner_on(*way), ahead, 0
+        self.runner, self.ahead, self.next_key = runs_on(*way), ahead, 0
         self.start(data.draw(st.lists(rows_of_requests, min_size=1, max_size=6)))
 
     def start(self, rows: Sequence[Row]) -> None:
