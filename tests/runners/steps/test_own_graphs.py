@@ -100,7 +100,11 @@ def step_of(width: int) -> Any:
 
 def test_outputs_are_cut_or_whole(buffers: InputBuffers[Own]) -> None:
     """By the axis that their rows follow."""
-    sums = {"launch": lambda view: step(view).view(-1, 2).sum(1), "batch": batch(1, 2, 3), "padded": SIZES}
+    sums: dict[str, Any] = {
+        "launch": lambda view: step(view).view(-1, 2).sum(1),
+        "batch": batch(1, 2, 3),
+        "padded": SIZES,
+    }
     assert [token for _, token in next(buffers.steps(**sums, output_rows=BATCH)).tokens()] == [22, 44, 66]
     whole = next(buffers.steps(**sums, output_rows=None))
     assert whole.outputs.tolist() == [22, 44, 66, 8]

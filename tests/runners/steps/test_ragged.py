@@ -157,7 +157,7 @@ def test_needs_of_ragged_rows(cpu: str) -> None:
 
 def test_needs_that_cannot_be_predicted(cpu: str) -> None:
     """Without a function, of a length that does not grow by a number, or by a function of no whole numbers."""
-    with pytest.raises(ConfigError, match="needs names 'weights'.*ragged="):
+    with pytest.raises(ConfigError, match=r"needs names 'weights'.*ragged="):
         steps(cpu, [[1]], needs=["weights"])
 
     class Wrong(Paged):
@@ -167,7 +167,7 @@ def test_needs_that_cannot_be_predicted(cpu: str) -> None:
     runner = decoder(Wrong, tables, backend=cpu, sizes={PAGES: WIDTH}, output_rows=BATCH)
     with pytest.raises(ConfigError, match="needs names 'next_ids'"):
         runner.steps(batch([[1]]), needs=["weights"])
-    with pytest.raises(ConfigError, match="slot 'pages': ragged= gives .*not a whole number for each request"):
+    with pytest.raises(ConfigError, match=r"slot 'pages': ragged= gives .*not a whole number for each request"):
         next(runner.steps(batch([[1]]), needs=["pages"])).needs("pages")
 
 
@@ -178,7 +178,7 @@ def test_lengths_are_functions_of_one_slot() -> None:
         class Wrong(Inputs):
             two: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0, ragged=lambda ids, lens: ids + lens)
             typo: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0, ragged=lambda length: length)
-            number: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0, ragged=3)
+            number: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0, ragged=3)  # type: ignore[arg-type]
             lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
 
     texts = [str(one) for one in faults.value.exceptions]
