@@ -549,7 +549,7 @@ class BucketBuffers(Generic[V]):
 
 @final
 @attrs.define(eq=False)
-class OwnGraph(Graph, Generic[V]):
+class OwnGraph(Graph):
     """The caller's graph for one bucket.
 
     Attributes:
@@ -559,11 +559,10 @@ class OwnGraph(Graph, Generic[V]):
         view: The view.
     """
 
-    bucket: BucketBuffers[V]
+    bucket: BucketBuffers[Any]
     absent: Absent
-    launch: Callable[[V], Any]
-    view: V
-    outputs: Any = None
+    launch: Callable[[Any], Any]
+    view: Any
     is_recorded = False
 
     def replay(self) -> None:

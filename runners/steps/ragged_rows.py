@@ -10,6 +10,7 @@ from ...dataflow.buffers import Buffer
 from ...dataflow.edits import Keys
 from ...dataflow.errors import BatchError
 from ...dataflow.hostdata import LETTERS, NOT_CARRIED, bytes_of_list
+from ...dataflow.ragged import Ragged
 
 
 class RaggedRows:
@@ -27,7 +28,8 @@ class RaggedRows:
 
     def note(self, keys: Keys, source: Any) -> None:
         """Note the rows of some requests. The source was admitted."""
-        if isinstance(source, torch.Tensor) and not source.is_cpu:
+        values = source.values if isinstance(source, Ragged) else source
+        if isinstance(values, torch.Tensor) and not values.is_cpu:
             self.forget(keys)
         else:
             rows = source if isinstance(source, list | tuple) else source.tolist()
