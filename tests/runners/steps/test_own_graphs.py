@@ -112,6 +112,28 @@ def test_outputs_are_cut_or_whole(buffers: InputBuffers[Own]) -> None:
         whole.tokens()
 
 
+@pytest.mark.parametrize("turns", ["aaaaaa", "aabbab", "abcdef", "aaabbb"])
+@pytest.mark.parametrize("form", ["tensor", "list"])
+def test_a_launch_may_return_any_tensors(buffers: InputBuffers[Own], turns: str, form: str) -> None:
+    """The same in each step, as a graph does, others in turn, or others in a list that is always the same."""
+    made, rows = dict[str, torch.Tensor](), [torch.zeros(0)]
+    turn = iter(turns)
+
+    def launch(view: Own) -> Any:
+        ids = step(view)
+        rows[0] = made.setdefault(next(turn), torch.empty_like(ids))
+        rows[0].copy_(ids)
+        return rows[0] if form == "tensor" else rows
+
+    numbers = list[int]()
+    for one in buffers.steps(launch, batch(1), padded=SIZES):
+        outputs = one.outputs if form == "tensor" else one.outputs[0]
+        numbers.append(int(outputs[0]))
+        if one.number == len(turns) - 1:
+            one.leave([0])
+    assert numbers == [11, 112, 1123, 11234, 112345, 1123456]
+
+
 def test_wrong_arguments_are_refused(buffers: InputBuffers[Own], cpu: str) -> None:
     """Before anything is run."""
     with pytest.raises(BatchError, match=r"this batch has none: 5 requests .* at most 4"):
