@@ -35,7 +35,9 @@ def flag(value: bool) -> bool:  # noqa: FBT001 - the parameter's value itself
 
 def ragged_of(value: Any) -> bool | Compute:
     """Check that a value is True, False, or a function of what determines the length of rows."""
-    return compute_of(value) if callable(value) or isinstance(value, Compute) else flag(value)
+    if isinstance(value, Compute):
+        return value
+    return compute_of(value) if callable(value) else flag(value)
 
 
 def dtype_of(value: torch.dtype | Role) -> torch.dtype | Role:

@@ -581,7 +581,7 @@ class OwnGraphs(Runner[V, Any]):
         buckets: The numbers of requests that there are graphs for.
     """
 
-    graphs: GraphSet[V]
+    graphs: GraphSet[V]  # pyright: ignore[reportIncompatibleVariableOverride] - it always has one
 
     def __init__(
         self,

@@ -219,9 +219,7 @@ class StepLoop(Generic[V, Out]):
             self._needs[name] = number, length
             self._growths[number] = chain.growth_of(number)
         # by key, what the number would have been in step 0, or the step, the values and the row that it is read from
-        self._values: dict[str, dict[Hashable, int | tuple[int, Callable[[], Any], int]]] = {
-            name: {} for name in self._growths
-        }
+        self._values: dict[str, dict[Hashable, Any]] = {name: {} for name in self._growths}
 
     def _note(self, keys: Keys, batch: Any) -> None:
         """Store what slots hold in the next step for requests of a batch."""
@@ -233,7 +231,9 @@ class StepLoop(Generic[V, Out]):
 
         A tensor may be on the device, so it is read only later.
         """
-        if slot in self._ragged and source is not None:
+        if source is None:  # an optional slot that requests do not have
+            return
+        if slot in self._ragged:
             self._ragged[slot].note(keys, source)
         if slot in self._values:
             is_tensor = isinstance(source, torch.Tensor)
@@ -420,7 +420,7 @@ class StepLoop(Generic[V, Out]):
                 step, values, row = value
                 known[key] = int(values()[row]) - growth * step
         grown = growth * (self.launched + steps - 1)
-        found = {key: number + grown for key, number in known.items()}  # type: ignore[operator] # numbers by now
+        found = {key: number + grown for key, number in known.items()}
         if not isinstance(length, Compute):
             return found
         numbers = np.array([*found.values()], np.int64)
