@@ -44,8 +44,8 @@ class RaggedRows:
         """Return a request's row. Raise BatchError if it is on the device."""
         if key not in self.rows:
             raise BatchError(
-                f"slot {self._to.name!r}: the host has no row of request {key!r}: it came as a tensor on the device, or "
-                "these requests lack the slot; give rows in host memory"
+                f"slot {self._to.name!r}: the host has no row of request {key!r}: it came as a tensor on the device, "
+                "or these requests lack the slot; give rows in host memory"
             )
         return self.rows[key]
 
