@@ -302,6 +302,9 @@ def _faults(made: Declaration) -> Faults:
             if wrong := alike.symmetric_difference(compute.fills):
                 each = f"compute each of them by it, and no other slot, see {', '.join(sorted(wrong))}"
                 yield name, f"one call of {compute.name} fills {', '.join(compute.fills)}: {each}"
+        for need in slot.ragged.needs if isinstance(slot.ragged, Compute) else ():
+            if need != SETTINGS and need not in made.slots:
+                yield name, f"its ragged= needs {need!r}: name a slot, or `settings`{did_you_mean(need, made.slots)}"
         if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if compute and slot.reads(name) is not None:

@@ -13,7 +13,7 @@ from attrs.converters import optional as or_none
 
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, Capabilities, FillRole, Placement, Role, dtype_text, resolve_dtype
-from .sources import Compute, Path, Source, again_of, compute_of, one_argument, optional_source
+from .sources import SETTINGS, Compute, Path, Source, again_of, compute_of, one_argument, optional_source
 from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]
@@ -31,6 +31,13 @@ def flag(value: bool) -> bool:  # noqa: FBT001 - the parameter's value itself
     """Return a bool, or raise TypeError for anything that is merely truthy or falsy."""
     _need(isinstance(value, bool), "say True or False")
     return value
+
+
+def ragged_of(value: Any) -> bool | Compute:
+    """Check that a value is True, False, or a function of what determines the length of rows."""
+    if isinstance(value, Compute):
+        return value
+    return compute_of(value) if callable(value) else flag(value)
 
 
 def dtype_of(value: torch.dtype | Role) -> torch.dtype | Role:
@@ -151,7 +158,8 @@ class Slot:
         strided: Whether a source may be non-contiguous.
         converts: Source dtypes that the copy converts.
         limit: The largest value that host data may hold.
-        ragged: Whether a source may have rows of different lengths, whose rest holds the pad value.
+        ragged: Whether a source may have rows of different lengths, whose rest holds the pad value; or a function of a
+            slot that gives the length that rows must have.
     """
 
     needs_rule: ClassVar[bool] = False
@@ -170,7 +178,7 @@ class Slot:
     strided: bool = attrs.field(default=False, converter=flag)
     converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
     limit: Dim | None = attrs.field(default=None, converter=limit_of)
-    ragged: bool = attrs.field(default=False, converter=flag)
+    ragged: bool | Compute = attrs.field(default=False, converter=ragged_of)
 
     def initial(self) -> Value:
         """Return the value that the buffer is initialized with: the declared one, else the tail's, else zero."""
@@ -375,6 +383,8 @@ def _ragged_faults(slot: Slot) -> Iterator[str]:
         yield f"it is ragged, and the rest of each row holds its pad value: say pad=number, not {slot.pad!r}"
     if slot.limit is not None:
         yield "it is ragged, and limits are for rows of one length: leave limit= out"
+    if isinstance(slot.ragged, Compute) and len({*slot.ragged.needs} - {SETTINGS}) != 1:
+        yield "ragged= is a function, so it takes one slot that gives the length of rows, and settings if it needs them"
 
 
 def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
@@ -482,7 +492,7 @@ def copied(  # noqa: PLR0913 - one for each property of a slot
     argument: str | None = None,
     starts: PadValue | None = None,
     limit: Size | None = None,
-    ragged: bool = False,
+    ragged: bool | Callable[..., Any] = False,
     poison: Poison | None = None,
     when: When | None = None,
     group: Group | None = None,
@@ -509,7 +519,8 @@ def copied(  # noqa: PLR0913 - one for each property of a slot
         starts: What the buffer holds at first, if not the tail's value.
         limit: The largest value that host data may hold.
         ragged: Whether rows may have different lengths: a list of lists, or `Ragged`. The rest of each row holds the
-            pad value.
+            pad value. A function of one slot, and of `settings` if it needs them, says how long rows must be, such as
+            `lambda seq_lens: -(-seq_lens // 16)`. `step.needs` calls it on an array with a number for each request.
         poison: What checks may put into the tail.
         when: The name of the setting that enables the slot, or a function of the settings.
         group: Declares a slot for each of its names. Other arguments may be mappings by these names.

@@ -16,7 +16,7 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Dim, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import LoweringName, chosen_lowering
-from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
+from ..dataflow.errors import ConfigError, RankError, ReplayError
 from ..dataflow.inputs import V
 from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
@@ -25,10 +25,8 @@ from ..dataflow.sources import NO_SIDE, Field, look_up
 from .engine.config import (
     RunnerConfig,
     Wanted,
-    check_step,
     checked,
     checked_keys,
-    checked_names,
     config_of,
     patterns_of,
     share_of_padding,
@@ -572,8 +570,8 @@ class DecodeRunner(RequestRunner[V, Out]):
             ahead: How many steps are launched beyond the one that is handed out.
             read: Chooses what of the step's outputs is copied to the host: tensors, or parts of them. By default all.
                 It is called before their values are there, and computes nothing.
-            needs: Slots whose values in later steps `step.needs` predicts, such as `["seq_lens"]`. Each advances by a
-                number and has one number a request.
+            needs: Slots of which `step.needs` says what later steps need, such as `["seq_lens"]`. Each has one number a
+                request and advances by a number, or has ragged rows whose `ragged=` is a function of such a slot.
 
         Returns:
             The steps in order, which the device may still be running.
@@ -584,15 +582,6 @@ class DecodeRunner(RequestRunner[V, Out]):
             ReplayError: Nothing is captured yet.
             RankError: Another rank failed.
         """
-        checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
-        needs = checked_names("needs", needs)
-        if read is not None:
-            check_step("read", read, "a step's outputs, which chooses parts of them")
-        why = ""  # steps are calls of the runner, not replays
-        if not self.graphs.filler.lowering.runs_ahead:
-            why = f"the lowering is {self.lowering}"
-        elif self.watch.watchers or self.config.modes:
-            why = "each step is watched"
         with self.coordinator.loop() as loop:
             if batch is None:
                 batch, _ = self._empty(None, NO_SIDE)
@@ -602,8 +591,5 @@ class DecodeRunner(RequestRunner[V, Out]):
                         f"steps() keeps the fields of its first batch, and later steps may outgrow {one.field!r}: a "
                         "runner with variant(at_least=) is called for each step"
                     )
-            decision = self.decide(batch)
-            if decision.bucket is None:
-                raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, self.buckets, self._variant(batch), loop, why)
+            chain = Chain(self, batch, self.buckets, self._variant(batch), loop)
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))

@@ -1,14 +1,15 @@
 """Buffers and fills without a runner, for engines that capture and replay their own graphs."""
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Generic, final
 
 import attrs
+import torch
 from torch.autograd import profiler
 
-from ..backends.base import Backend
-from ..dataflow.axes import Axis, Live, Sizes
+from ..backends.base import Backend, Graph
+from ..dataflow.axes import BATCH, TOKENS, Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import AUTO, LoweringName
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
@@ -16,13 +17,19 @@ from ..dataflow.fill.bucket import Bucket, run_all, table_for
 from ..dataflow.inputs import V
 from ..dataflow.plan import Absent, FillPlan
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side
+from ..dataflow.sources import NO_SIDE, Side
 from ..dataflow.views import Viewer
-from .engine.config import checked, checked_keys, checked_sizes
+from .engine.config import Buckets, RunnerConfig, check_step, checked, checked_keys, checked_sizes
 from .engine.current import StepLock
-from .engine.graphs import Filler, Filling, ReadBatch, Reader
+from .engine.graphs import Captured, Filler, Filling, GraphSet, Key, ReadBatch, Reader
+from .engine.hooks import Coordinator, Loop
+from .engine.outputs import check_output_rows
+from .engine.routes import EagerRoutes, GraphRoute, Route
+from .engine.runner import Runner
 from .engine.stage import NO_BINDINGS, NO_SIZES, Stage
-from .engine.statistics import human_bytes
+from .engine.statistics import Decision, human_bytes
+from .steps.chain import Chain
+from .steps.loop import LaunchedStep, StepLoop
 
 
 @final
@@ -213,6 +220,46 @@ class InputBuffers(Generic[V]):
         """
         self.at(padded).fill_in_graph(absent=absent)
 
+    def steps(
+        self,
+        launch: Callable[[V], Any],
+        batch: Any,
+        *,
+        padded: Collection[Sizes] = (NO_SIZES,),
+        output_rows: Axis | None = TOKENS,
+        keys: Iterable[Hashable] | None = None,
+        ahead: int = 0,
+        read: Callable[[Any], Any] | None = None,
+        needs: Collection[str] = (),
+    ) -> Iterator[LaunchedStep[Any]]:
+        """Run one step after another, as `DecodeRunner.steps` does, by graphs of yours.
+
+        Slots advance and are edited before each launch, or in your graph if it begins with `fill_in_graph`. A fill in
+        the middle ends the loop with ReplayError.
+
+        Args:
+            launch: Replays your graph for the padded sizes of the view that it gets, or runs the step itself, on the
+                current stream. Returns the outputs, padded rows included. The view has the fields of the first batch.
+            batch: The first step's batch.
+            padded: The padded sizes that you have graphs for, as `fill` takes them. A step has the smallest that hold
+                its requests.
+            output_rows: The axis that the rows of outputs follow: TOKENS, BATCH, or None to get outputs whole.
+            keys: As for `DecodeRunner.steps`, and so are the arguments after it.
+            ahead: How many steps are launched beyond the one that is handed out.
+            read: Chooses what of the outputs is copied to the host.
+            needs: Slots of which `step.needs` says what later steps need.
+
+        Returns:
+            The steps in order, which the device may still be running.
+
+        Raises:
+            ConfigError: No slot advances, rows of a slot do not belong to requests, or an argument does not fit.
+            BatchError: The batch does not fit, or has too many requests.
+        """
+        graphs = OwnGraphs(self._layer, [self.at(sizes) for sizes in padded], launch, batch, output_rows)
+        chain = Chain(graphs, batch, graphs.buckets, (), Loop())
+        return iter(StepLoop(graphs, chain, batch, keys, ahead, read, needs))
+
     def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = (), written: bool = False) -> V:
         """Return the slots at their padded sizes, for a capture, or for a producer.
 
@@ -365,6 +412,20 @@ class BucketBuffers(Generic[V]):
         axes = self._layer.stage.declaration.varying
         return ", ".join(f"{axis} {size}" for axis, size in zip(axes, self._padded, strict=True))
 
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """The padded size of every axis."""
+        layer = self._layer
+        return {**layer.capacity, **dict(zip(layer.stage.declaration.varying, self._padded, strict=True))}
+
+    def compute_before_graph(self, absent: Absent) -> None:
+        """Do the device's part of a filled step, unless the caller's graph begins with it."""
+        if absent not in self._in_graph:
+            filling = self.filling(absent)
+            with torch.no_grad():
+                self._filler.first_node(filling)
+                filling.bucket.compute_on_device()
+
     def fill(
         self,
         batch: Any,
@@ -484,7 +545,101 @@ class BucketBuffers(Generic[V]):
     def _make(self, absent: Absent) -> tuple[Filling, Viewer[V]]:
         """Make the fills that `filling` returns, and the maker of their views."""
         layer = self._layer
-        sizes = {**layer.capacity, **dict(zip(layer.stage.declaration.varying, self._padded, strict=True))}
-        filling = self._filler.make(sizes, absent, exact=self._exact)
+        filling = self._filler.make(self.sizes, absent, exact=self._exact)
         made = self._fillings[absent] = filling, layer.stage.viewer(filling.bucket)
         return made
+
+
+@final
+@attrs.define(eq=False)
+class OwnGraph(Graph):
+    """The caller's graph for one bucket.
+
+    Attributes:
+        bucket: The bucket.
+        absent: The optional slots that its batches lack.
+        launch: Launches the graph for the view that it gets, and returns the outputs.
+        view: The view.
+    """
+
+    bucket: BucketBuffers[Any]
+    absent: Absent
+    launch: Callable[[Any], Any]
+    view: Any
+    outputs: Any = None
+
+    def replay(self) -> None:
+        """Launch it. It counts as recorded as long as it has always returned one and the same tensor."""
+        self.bucket.compute_before_graph(self.absent)
+        before, self.outputs = self.outputs, self.launch(self.view)
+        is_same = isinstance(self.outputs, torch.Tensor) and (before is None or self.outputs is before)
+        self.is_recorded = self.is_recorded and is_same
+
+
+@final
+class OwnGraphs(Runner[V, Any]):
+    """Runs the caller's own graphs over `InputBuffers`, as a loop of steps needs it.
+
+    Attributes:
+        buckets: The numbers of requests that there are graphs for.
+    """
+
+    graphs: GraphSet[V]  # pyright: ignore[reportIncompatibleVariableOverride] - it always has one
+
+    def __init__(
+        self,
+        layer: Layer[V],
+        filled: Collection[BucketBuffers[V]],
+        launch: Callable[[V], Any],
+        batch: Any,
+        output_rows: Axis | None,
+    ) -> None:
+        """Take the buckets of the graphs, and the first batch, whose optional slots all batches have."""
+        check_step("launch", launch)
+        stage, filler = layer.stage, layer.filler
+        absent = stage.absent(batch, NO_SIDE)
+        by_rows = {one.sizes.get(BATCH, one.sizes.get(TOKENS, 0)): one for one in filled}
+        self.buckets = Buckets(tuple(by_rows))
+        rows = self.buckets.largest
+        largest = {BATCH: rows, **by_rows[rows].sizes}
+        width = largest.get(TOKENS, rows) // rows
+        size = Sizer(stage.declaration, {TOKENS: BATCH * width}, largest, BATCH, factor="padded")
+        super().__init__(RunnerConfig(debug=False), stage, size, Coordinator(), capacity=largest)
+        self.sizes = {rows: largest}
+        self.eager = EagerRoutes(stage, self.name, self._table, buffers=layer.buffers)
+        varying = stage.declaration.varying
+        check_output_rows(output_rows, varying)
+        self.cuts = output_rows is not None
+        self.graphs = GraphSet(
+            stage,
+            layer.buffers,
+            filler,
+            self.config,
+            self.sizes,
+            patterns=(),
+            runner=self.name,
+            coordinator=self.coordinator,
+            variants={},
+            axes=(BATCH if BATCH in varying else TOKENS,),
+            output_rows=output_rows,
+            recipe=None,
+            holder=None,
+            parameters={},
+        )
+        filler.hosts.notes &= layer.waits
+        captured = dict[Key, Captured]()
+        for rows, one in by_rows.items():
+            filling = one.filling(absent)
+            view = stage.viewer_of_capture(filling.bucket)(batch, filling.bucket.padded)
+            graph = OwnGraph(one, absent, launch, view)
+            captured[rows, absent, ()] = Captured(rows, filling, graph, graph.replay, {})
+        self.graphs.captured = captured
+
+    def _route(self, call: ReadBatch) -> Route[V]:
+        captured = self.graphs.captured[self.buckets.fit(call.live[-1]) or 0, call.absent, ()]
+        return GraphRoute(self.graphs, captured, self.tally.buckets[captured.bucket])
+
+    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
+        del absent, batch
+        rows = self.buckets.fit(live[-1])
+        return Decision("graph", rows, "fits", f"{live[-1]} requests in {rows} rows, of at most {self.buckets.largest}")

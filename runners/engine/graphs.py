@@ -247,7 +247,7 @@ class Filler(Generic[V]):
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
     compile_computed: bool | None = None
     _tables: int = 0
-    _edits: dict[Absent, tuple[RowBucket, Filling]] = attrs.field(factory=dict)
+    _edits: dict[Any, tuple[RowBucket, Filling]] = attrs.field(factory=dict)  # by sizes and absent slots
 
     def __attrs_post_init__(self) -> None:
         """Make what all buckets share."""
@@ -336,7 +336,8 @@ class Filler(Generic[V]):
         own = {"table": table_for(stage.declaration, sizes), "partial": True}
         if not (by_kernel and self.lowering.is_in_graph) or fusion is None or fusion.edit is None:
             return RowBucket(self._bucket(sizes, absent, **{**own, "lowering": "slot_by_slot"})), None
-        if absent not in self._edits:
+        key = absent, *sizes.values()
+        if key not in self._edits:
             bucket = self._bucket(sizes, absent, **own)
             table = self._table(bucket, fusion)
             edit = fusion.edit(table, self.feed.upload.packet, [lane.target for lane in bucket.lanes])
@@ -344,8 +345,8 @@ class Filler(Generic[V]):
             self.feed.disarm()
             warm_up(stage.backend, edit)
             filling.alone = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
-            self._edits[absent] = RowBucket(bucket), filling
-        rows, filling = self._edits[absent]
+            self._edits[key] = RowBucket(bucket), filling
+        rows, filling = self._edits[key]
         return rows, filling.alone
 
     def _table(self, bucket: Bucket, fusion: Fusion) -> torch.Tensor:

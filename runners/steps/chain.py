@@ -30,12 +30,11 @@ class Chain(Generic[V]):
     """Runs steps from a first batch on, with an edit before a step if requests leave, join or change.
 
     Attributes:
+        buffers: The memory of the slots.
         hold_reason: Why each step must be read before the next is launched, or "" if steps can be launched ahead.
     """
 
-    def __init__(
-        self, runner: Runner[V], batch: Any, buckets: Buckets, variant: VariantKey, loop: Loop, by_calls: str
-    ) -> None:
+    def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, variant: VariantKey, loop: Loop) -> None:
         """Check the runner and the batch. Nothing is run yet.
 
         Args:
@@ -44,8 +43,10 @@ class Chain(Generic[V]):
             buckets: The runner's buckets.
             variant: The values of fields that the graphs have frozen.
             loop: The loop that ranks agreed on.
-            by_calls: Why each step is a call of the runner, or "" if steps are replays.
         """
+        decision = runner.decide(batch)
+        if decision.bucket is None:
+            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
         declaration = runner.stage.declaration
         slots = declaration.slots
         if not declaration.rules:
@@ -58,10 +59,16 @@ class Chain(Generic[V]):
         self._buckets = buckets
         self._variant = variant
         self._graphs = graphs
+        self.buffers = graphs.buffers
         self._use = graphs.buffers.use
         self._hosts = graphs.filler.hosts
         self._ranks = runner.coordinator
         self._loop = loop
+        lowering, by_calls = graphs.filler.lowering, ""  # why each step is a call of the runner, not a replay
+        if not lowering.runs_ahead:
+            by_calls = f"the lowering is {lowering.name}"
+        elif runner.watch.watchers or runner.config.modes:
+            by_calls = "each step is watched"
         self._by_calls = by_calls
         self._absent = runner.stage.absent(batch, NO_SIDE)
         self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}
@@ -101,7 +108,7 @@ class Chain(Generic[V]):
         if source != slot or self._edits.rows.get(slot) != (0, 1) or len(declaration.slots[slot].shape) > 1:
             raise ConfigError(
                 f"needs names {slot!r}: name slots of one number a request that advance by a number, as "
-                "then=lambda seq_lens: seq_lens + 1 does"
+                "then=lambda seq_lens: seq_lens + 1 does, or ragged slots whose ragged= is a function of such a slot"
             )
         return growth
 

@@ -6,9 +6,10 @@ are copied to a ring of host memory, and each step waits only for its own copy.
 
 import collections
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final, Generic
 
+import numpy as np
 import torch
 from torch.autograd import profiler
 
@@ -18,11 +19,12 @@ from ...dataflow.edits import Keys, keys_in
 from ...dataflow.errors import BatchError, ConfigError, StaleOutputError
 from ...dataflow.guard import outside_inference, without_gradients
 from ...dataflow.inputs import V
-from ...dataflow.sources import NO_SIDE
-from ..engine.config import GENERATIONS, refuse
+from ...dataflow.sources import NO_SIDE, SETTINGS, Compute
+from ..engine.config import GENERATIONS, check_step, checked, checked_names, refuse
 from ..engine.outputs import Out, Stamped, chosen_parts, constant_leaf, map_tensors, own_copy
 from ..engine.runner import Runner
 from .chain import Chain
+from .ragged_rows import RaggedRows
 
 SomeKeys = Iterable[Hashable]
 OutputCopies = tuple[Any, list[torch.Tensor], list[torch.Tensor], bool]
@@ -78,16 +80,22 @@ class LaunchedStep(Generic[Out]):
         """
         return self._loop.tokens(self.number, self.keys, self.outputs)
 
-    def needs(self, slot: str) -> dict[Any, int]:
-        """Return a slot's value for each request in step `lands`, the next to be launched, to reserve memory for it.
+    def needs(self, slot: str, *, steps: int = 1) -> dict[Any, int]:
+        """Return what each request needs in a step that is launched later, to reserve memory for it before.
 
         Args:
             slot: One that `needs=` of `steps` names.
+            steps: In which step: 1 for step `lands`, the next to be launched, 2 for the one after it, and so on.
+
+        Returns:
+            For each live request, the slot's number in that step. For a ragged slot, how many values must be appended
+            to the request's row until then; 0 if its row is long enough.
 
         Raises:
-            ConfigError: `needs=` does not name it.
+            ConfigError: `needs=` does not name the slot, or its `ragged=` gives no whole number for each request.
+            BatchError: A row of the ragged slot came as a tensor on the device.
         """
-        return self._loop.needs(slot)
+        return self._loop.needs(slot, steps)
 
     def leave(self, keys: SomeKeys, *, now: bool = True) -> None:
         """End requests: in step `lands` the device closes the gaps of their rows.
@@ -127,6 +135,19 @@ class LaunchedStep(Generic[Out]):
         """
         self._loop.edit(keys, slots)
 
+    def append(self, keys: SomeKeys, **slots: Any) -> None:
+        """Append values to the requests' rows of ragged slots, in step `lands`. Rows without new values are not sent.
+
+        Args:
+            keys: The requests' keys.
+            slots: By name, a list of new values for each of the keys: `pages=[[7], [], [12, 13]]`.
+
+        Raises:
+            BatchError: There is no such request or slot, a row has no room, a value does not fit, or a row came as a
+                tensor on the device. Nothing is changed.
+        """
+        self._loop.append(keys, slots)
+
     def hold(self, why: str) -> None:
         """Launch no further step until all launched ones were handed out, because a request needs their results.
 
@@ -154,9 +175,13 @@ class StepLoop(Generic[V, Out]):
         keys: SomeKeys | None,
         ahead: int,
         read: Callable[[Any], Any] | None,
-        needs: Iterable[str],
+        needs: Collection[str],
     ) -> None:
-        """Check the keys of the first batch. Nothing is run yet. The other arguments are those of `steps`."""
+        """Check the arguments, which are those of `DecodeRunner.steps`. Nothing is run yet."""
+        checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
+        needs = checked_names("needs", needs)
+        if read is not None:
+            check_step("read", read, "a step's outputs, which chooses parts of them")
         requests = runner.size(batch, NO_SIDE)[-1]
         first = keys_in(range(requests) if keys is None else keys, "steps(batch, keys={})")
         different = len({*first})
@@ -181,18 +206,39 @@ class StepLoop(Generic[V, Out]):
         self._ring: list[dict[tuple[int, int], OutputCopies]] = [{} for _ in range(ahead + 2)]
         self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
-        self._growths = {name: chain.growth_of(name) for name in needs}
-        self._values: dict[str, dict[Hashable, tuple[int, Callable[[], Any], int]]] = {name: {} for name in needs}
-        for name in self._growths:
-            self._note_values(name, self._since, self._sources[name].read(batch, NO_SIDE))
+        slots = runner.stage.declaration.slots
+        ragged = [name for name in self._sources if slots[name].ragged]
+        kept = [name for name in ragged if not (slots[name].rewritten or slots[name].advances())]
+        self._ragged = {name: RaggedRows(chain.buffers[name]) for name in kept}
+        self._growths = dict[str, int]()
+        self._needs = dict[str, tuple[str, Compute | bool | None]]()  # by slot, the predicted one, and what of it
+        for name in needs:
+            number, length = name, slots[name].ragged if name in kept else None
+            if isinstance(length, Compute):
+                number = next(need for need in length.needs if need != SETTINGS)
+            self._needs[name] = number, length
+            self._growths[number] = chain.growth_of(number)
+        # by key, what the number would have been in step 0, or the step, the values and the row that it is read from
+        self._values: dict[str, dict[Hashable, Any]] = {name: {} for name in self._growths}
 
-    def _note_values(self, slot: str, keys: Iterable[Hashable], source: Any) -> None:
-        """Store a slot's values in the next step for some requests.
+    def _note(self, keys: Keys, batch: Any) -> None:
+        """Store what slots hold in the next step for requests of a batch."""
+        for name in (*self._ragged, *self._values):
+            self._note_rows(name, keys, self._sources[name].read(batch, NO_SIDE))
+
+    def _note_rows(self, slot: str, keys: Keys, source: Any) -> None:
+        """Store a slot's rows in the next step for some requests.
 
         A tensor may be on the device, so it is read only later.
         """
-        values = functools.cache(source.detach().clone().tolist if isinstance(source, torch.Tensor) else [*source].copy)
-        self._values[slot].update({key: (self.launched, values, row) for row, key in enumerate(keys)})
+        if source is None:  # an optional slot that requests do not have
+            return
+        if slot in self._ragged:
+            self._ragged[slot].note(keys, source)
+        if slot in self._values:
+            is_tensor = isinstance(source, torch.Tensor)
+            values = functools.cache(source.detach().clone().tolist if is_tensor else [*source].copy)
+            self._values[slot].update({key: (self.launched, values, row) for row, key in enumerate(keys)})
 
     def __iter__(self) -> Iterator[LaunchedStep[Out]]:
         """Begin to hand out the steps. From now on a dropped loop counts as left, even before its first step."""
@@ -232,6 +278,8 @@ class StepLoop(Generic[V, Out]):
         """Launch the next step, with the edit before it. Return None if no rank has a request."""
         chain, number = self._chain, self.launched
         keys = chain.go_on(idle=idle) if number else chain.start(self._batch, tuple(self._since))
+        if not number:
+            self._note(tuple(self._since), self._batch)
         if keys is None:
             return None
         self.launched += 1
@@ -326,6 +374,8 @@ class StepLoop(Generic[V, Out]):
                 del values[key]
             if not now:
                 self._ended.append((key, range(since, self.launched)))
+        for ragged in self._ragged.values():
+            ragged.forget(gone)
         self._changed = self.launched
         self._chain.leave(gone)
 
@@ -337,26 +387,49 @@ class StepLoop(Generic[V, Out]):
         self._chain.join(batch, new)
         self._since.update(dict.fromkeys(new, self.launched))
         self._changed = self.launched
-        for name in self._growths:
-            self._note_values(name, new, self._sources[name].read(batch, NO_SIDE))
+        self._note(new, batch)
 
     def edit(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.edit`."""
         some = self._live_keys(keys, "edit({}, ...)")
         self._chain.edit(some, slots)
-        for name in self._growths:
-            if name in slots:
-                self._note_values(name, some, slots[name])
+        for name, rows in slots.items():
+            self._note_rows(name, some, rows)
 
-    def needs(self, slot: str) -> dict[Hashable, int]:
+    def append(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
+        """See `LaunchedStep.append`."""
+        some, ragged = self._live_keys(keys, "append({}, ...)"), self._ragged
+        for name in slots:
+            if name not in ragged:
+                raise BatchError(f"append names {name!r}: name ragged slots that only the host writes, {[*ragged]}")
+        appended = {name: ragged[name].appended(some, added) for name, added in slots.items()}
+        for name, rows in appended.items():
+            if rows:
+                self._chain.edit(tuple(rows), {name: ragged[name].table(rows)})
+                ragged[name].rows.update(rows)
+
+    def needs(self, slot: str, steps: int) -> dict[Hashable, int]:
         """See `LaunchedStep.needs`."""
-        if slot not in [*self._growths]:  # a list: `slot` may be unhashable
+        checked("steps", "a number of steps, at least 1", steps, int, 1)
+        if slot not in [*self._needs]:  # a list: `slot` may be unhashable
             raise ConfigError(f"slot {slot!r} is not predicted: name it when steps() begins, needs=[{slot!r}]")
-        found = dict[Hashable, int]()
-        for key in self._since:
-            step, values, row = self._values[slot][key]
-            found[key] = int(values()[row]) + self._growths[slot] * (self.launched - step)
-        return found
+        read, length = self._needs[slot]
+        known, growth = self._values[read], self._growths[read]
+        for key, value in known.items():
+            if isinstance(value, tuple):
+                step, values, row = value
+                known[key] = int(values()[row]) - growth * step
+        grown = growth * (self.launched + steps - 1)
+        found = {key: number + grown for key, number in known.items()}
+        if not isinstance(length, Compute):
+            return found
+        numbers = np.array([*found.values()], np.int64)
+        given = {SETTINGS: self._runner.stage.declaration.settings, read: numbers}
+        lengths = np.asarray(length.function(**{need: given[need] for need in length.needs}))
+        if lengths.shape != numbers.shape or lengths.dtype.kind not in "iu":
+            raise ConfigError(f"slot {slot!r}: ragged= gives {lengths!r:.80}, not a whole number for each request")
+        missing = np.maximum(lengths - [len(row) for row in map(self._ragged[slot].row, found)], 0)
+        return dict(zip(found, missing.tolist(), strict=True))
 
     def hold(self, why: str) -> None:
         """See `LaunchedStep.hold`."""

@@ -154,11 +154,19 @@ def still_found(scheduler: Any, **settings: Any) -> None:
     module("paging.scheduler").Scheduler.__init__(scheduler, **settings)
     pages = scheduler.pages
 
-    def append(request: Any) -> None:
-        request.pages.append(pages.free.popleft())
-        pages.users[request.pages[-1]] = 1
+    def append(request: Any) -> int:
+        page: int = pages.free.popleft()
+        request.pages.append(page)
+        pages.users[page] = 1
+        return page
 
     pages.append = append
+
+
+def other_pages(scheduler: Any, lacking: Any) -> Any:
+    """Pages for requests that lack some, in whose place page 0 is appended, which belongs to padded rows."""
+    grown, preempted = module("paging.scheduler").Scheduler.grow(scheduler, lacking)
+    return {request: [0] * len(pages) for request, pages in grown.items()}, preempted
 
 
 PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
@@ -196,9 +204,9 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
         )
         for family in ("bamba", "jamba", "falcon-h1")
     },
-    "pages that are not appended": (
+    "other pages are appended": (
         *("paging", "serve", [], "ours"),
-        lambda: faulty("runner", grow=lambda *_: None),
+        lambda: faulty("scheduler", grow=other_pages),
     ),
     "pages that hold something else by now": (
         *("paging", "serve", [], "ours"),

@@ -29,7 +29,7 @@ from slotgraph.runners.engine.state import State
 from slotgraph.runners.engine.traffic import HostReads
 from slotgraph.runners.ranks import agreement, shared
 from slotgraph.runners.stacked import recipe, stack
-from slotgraph.runners.steps import chain, host_work, loop
+from slotgraph.runners.steps import chain, host_work, loop, ragged_rows
 from tests.faults.planting import FAULTS, fault
 
 __all__ = ["FAULTS"]
@@ -591,6 +591,18 @@ def last_tokens_are_lost(old: Any, self: Any) -> None:
     """Forget requests that have left: one that leaves with now=False loses its last token."""
     del old
     self._ended = []
+
+
+@fault(
+    AHEAD,
+    ragged_rows.RaggedRows,
+    "note",
+    "runners/steps/test_ragged.py::test_what_is_appended_follows_what_was_said_before",
+)
+def edits_of_rows_are_not_noted(old: Any, self: Any, keys: Any, source: Any) -> None:
+    """Note only rows of requests that join: what is appended after an edit follows the values before it."""
+    if not self.rows.keys() & {*keys}:
+        old(self, keys, source)
 
 
 @fault(AHEAD, chain.Chain, "go_on", "runners/steps/test_loops.py::test_a_call_of_the_runner_ends_the_loop")

@@ -10,7 +10,7 @@ from paging.engine import LLMEngine
 from paging.inputs import decode_batch, place, prefill_batch
 from paging.model import PagedModel
 from paging.options import Options
-from paging.request import Request
+from paging.request import Request, pages_for
 from slotgraph.backends import Backend
 
 
@@ -73,6 +73,11 @@ class HandRunner:
         place(columns["block_tables"], columns["positions"], buffers["out_cache_loc"][:rows])
         buffers["out_cache_loc"][rows:size] = 0
 
+    def padded(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch with page 0 behind the pages of each request."""
+        tables = [pages + [0] * (self._width - len(pages)) for pages in batch["block_tables"]]
+        return {**batch, "block_tables": tables}
+
     def on_device(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor, through pinned memory where there is a device, so that the copy does not wait."""
         pinned = torch.tensor(numbers, dtype=dtype, pin_memory=self._device.type == "cuda")
@@ -82,7 +87,7 @@ class HandRunner:
         """Run one step; return the token of each request."""
         rows = len(requests)
         size = next(size for size in self._sizes if size >= rows)
-        self.fill(decode_batch(requests, self._width), rows, size)
+        self.fill(self.padded(decode_batch(requests)), rows, size)
         if self._graphs:
             self._graphs[size].replay()
         else:
@@ -92,7 +97,7 @@ class HandRunner:
 
     def prefill(self, requests: Sequence[Request]) -> list[int]:
         """Run prompts without a graph; return the token after each."""
-        batch = prefill_batch(requests, self._width)
+        batch = self.padded(prefill_batch(requests))
         new_tokens = batch.pop("new_tokens")
         columns = {name: self.on_device(column, torch.int64) for name, column in batch.items()}
         view: Any = SimpleNamespace(**columns, new_tokens=new_tokens)
@@ -111,7 +116,9 @@ class HandEngine(LLMEngine):
         while scheduler.waiting or scheduler.running:
             if not preempted:
                 self.prefilled()
-            _, preempted = scheduler.grow({request: len(request) for request in scheduler.running})
+            _, preempted = scheduler.grow(
+                {request: pages_for(len(request)) - len(request.pages) for request in scheduler.running}
+            )
             if running := list(scheduler.running):
                 tokens = self.runner.decode(running)
                 scheduler.take(zip(running, tokens, strict=True))

@@ -31,10 +31,9 @@ class LLMEngine:
         """Read a step's tokens, and say what is new in the next step that is launched."""
         self.done += 1
         step.leave(self.scheduler.take(step.tokens()))
-        grown, preempted = self.scheduler.grow(step.needs("seq_lens"))
+        grown, preempted = self.scheduler.grow(step.needs("block_tables"))
         step.leave(preempted)
-        if grown:
-            self.runner.grow(step, grown)
+        step.append(grown, block_tables=[*grown.values()])
         joining = [] if preempted else self.prefilled()
         if joining:
             self.runner.join(step, joining)

@@ -1,11 +1,11 @@
 """What steps read: the declarations, and the batches that the engine makes of requests."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from paging.request import PAGE, Request
+from paging.request import PAGE, Request, pages_for
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, computed, copied, output
 
 PAGES = Axis("PAGES", fixed=True)  # the most pages that a request may have
@@ -23,7 +23,7 @@ class DecodeInputs(Inputs):
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda next_ids: next_ids)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda positions: positions + 1)
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, then=lambda seq_lens: seq_lens + 1)
-    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int64, pad=0)
+    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int64, pad=0, ragged=pages_for)
     out_cache_loc: torch.Tensor = computed(place, shape=TOKENS, dtype=CACHE_LOC)
     next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
 
@@ -40,7 +40,7 @@ class PrefillInputs(Inputs):
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
     last_rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int64, pad=0)
+    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int64, pad=0, ragged=True)
     new_tokens: list[int]
 
     @classmethod
@@ -49,22 +49,17 @@ class PrefillInputs(Inputs):
         return {"last_rows": [step.live(TOKENS) - 1], "new_tokens": [step.live(TOKENS)]}
 
 
-def tables(requests: Iterable[Request], width: int) -> list[list[int]]:
-    """Return the pages of each request, and page 0 behind them."""
-    return [request.pages + [0] * (width - len(request.pages)) for request in requests]
-
-
-def decode_batch(requests: Sequence[Request], width: int) -> dict[str, Any]:
+def decode_batch(requests: Sequence[Request]) -> dict[str, Any]:
     """Return the newest token of each request, with its place."""
     return {
         "input_ids": [request.generated[-1] for request in requests],
         "positions": [len(request) - 1 for request in requests],
         "seq_lens": [len(request) for request in requests],
-        "block_tables": tables(requests, width),
+        "block_tables": [request.pages for request in requests],
     }
 
 
-def prefill_batch(requests: Sequence[Request], width: int) -> dict[str, Any]:
+def prefill_batch(requests: Sequence[Request]) -> dict[str, Any]:
     """Return all tokens of the requests that are not cached; of a request that was preempted also generated ones."""
     tokens = [(request, position) for request in requests for position in range(request.cached, len(request))]
     return {
@@ -72,6 +67,6 @@ def prefill_batch(requests: Sequence[Request], width: int) -> dict[str, Any]:
         "positions": [position for _, position in tokens],
         "out_cache_loc": [request.location(position) for request, position in tokens],
         "last_rows": [row for row, (request, position) in enumerate(tokens) if position == len(request) - 1],
-        "block_tables": tables(requests, width),
+        "block_tables": [request.pages for request in requests],
         "new_tokens": [len(request) - request.cached for request in requests],
     }

@@ -58,12 +58,13 @@ class Pages:
         self.publish(request)
         return True
 
-    def append(self, request: Request) -> None:
-        """Give a request one more page, which must be free. The page's old contents are no longer found."""
+    def append(self, request: Request) -> int:
+        """Give a request one more page, which must be free, and return it. Its old contents are no longer found."""
         page = self.free.popleft()
         self._page_by_hash.pop(self._hash_by_page.pop(page, b""), None)
         self.users[page] = 1
         request.pages.append(page)
+        return page
 
     def publish(self, request: Request) -> None:
         """Let others find a request's full pages.

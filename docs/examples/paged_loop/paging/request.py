@@ -6,9 +6,9 @@ PAGE = 16
 """Tokens in one page of the KV cache."""
 
 
-def pages_for(tokens: int) -> int:
-    """Return how many pages hold so many tokens."""
-    return -(-tokens // PAGE)
+def pages_for(seq_lens: int) -> int:
+    """Return how many pages hold so many tokens, of a number or of an array of them."""
+    return -(-seq_lens // PAGE)
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from paging.inputs import PAGES, DecodeInputs, PrefillInputs, decode_batch, prefill_batch, tables
+from paging.inputs import PAGES, DecodeInputs, PrefillInputs, decode_batch, prefill_batch
 from paging.model import PagedModel
 from paging.options import Options
 from paging.request import Request
@@ -17,7 +17,6 @@ class ModelRunner:
     """Runs prompts and decode steps. width: the most pages that a request may have."""
 
     def __init__(self, model: PagedModel, options: Options, backend: Backend, width: int) -> None:
-        self._width = width
         self._decode = DecodeRunner(
             DecodeInputs,
             model.decode,
@@ -44,19 +43,14 @@ class ModelRunner:
 
     def prefill(self, requests: Sequence[Request]) -> list[int]:
         """Run prompts; return the token after each. This waits for the device."""
-        tokens: torch.Tensor = self._prefill(prefill_batch(requests, self._width))
+        tokens: torch.Tensor = self._prefill(prefill_batch(requests))
         first: list[int] = tokens.tolist()
         return first
 
     def steps(self, requests: Sequence[Request], ahead: int) -> Iterator[LaunchedStep]:
         """Decode step after step, launched ahead of what the host reads, until no request is left."""
-        batch = decode_batch(requests, self._width)
-        return self._decode.steps(batch, keys=requests, ahead=ahead, needs=["seq_lens"])
+        return self._decode.steps(decode_batch(requests), keys=requests, ahead=ahead, needs=["block_tables"])
 
     def join(self, step: LaunchedStep, requests: Sequence[Request]) -> None:
         """Say that requests join."""
-        step.join(decode_batch(requests, self._width), requests)
-
-    def grow(self, step: LaunchedStep, requests: Sequence[Request]) -> None:
-        """Say that requests have more pages."""
-        step.edit(requests, block_tables=tables(requests, self._width))
+        step.join(decode_batch(requests), requests)

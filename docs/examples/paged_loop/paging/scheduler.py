@@ -1,10 +1,10 @@
 """The scheduler: who runs next, with which pages, and who must wait."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
 
 from paging.pages import Pages
-from paging.request import PAGE, Request, pages_for
+from paging.request import Request, pages_for
 
 
 class Scheduler:
@@ -46,16 +46,16 @@ class Scheduler:
             self.running.append(request)
         return admitted
 
-    def grow(self, lengths: Mapping[Request, int]) -> tuple[list[Request], list[Request]]:
-        """Find pages for a step in which requests are so long; return those that got one, and those preempted."""
-        grown, preempted = list[Request](), list[Request]()
+    def grow(self, lacking: Mapping[Request, int]) -> tuple[dict[Request, list[int]], list[Request]]:
+        """Find as many pages as requests lack; return the new pages by request, and the requests preempted for them."""
+        grown, preempted = defaultdict[Request, list[int]](list), list[Request]()
         for request in list(self.running):
-            while request.pages and lengths[request] > len(request.pages) * PAGE:
+            while request.pages and len(grown[request]) < lacking[request]:
                 if self.pages.free:
-                    self.pages.append(request)
-                    grown.append(request)
+                    grown[request].append(self.pages.append(request))
                 else:
                     preempted.append(self._preempt())
+                    grown.pop(preempted[-1], None)
         return grown, preempted
 
     def _preempt(self) -> Request:
