@@ -1,0 +1,153 @@
+"""Mixins that declare what attention kernels read, one for each kernel and phase. They combine with other declarations.
+
+seq_lens counts all tokens that attention sees, with those of this step. What is computed runs on the device, in the
+graph, compiled as one function where the device can.
+"""
+
+from torch import Tensor, int32, int64
+
+from ...dataflow.axes import BATCH, TOKENS, WIDTH
+from ...dataflow.capabilities import SEQ_LEN_FILL
+from ...dataflow.inputs import Inputs
+from ...dataflow.slots import computed, constant, copied, staged
+from . import layouts
+from .layouts import CORES, HEADS, KV_HEADS, PAGE_SIZE, PAGES, POOL, SPLITS, TILE
+
+
+class PagedCache(Inputs):
+    """How long each request's sequence is, and which pages of the KV cache it has.
+
+    seq_lens: padded rows have the fewest tokens that the backend's kernels can take, as in `standard.Requests`.
+    page_table: padded rows, and what is behind a request's pages, name page 0, which is kept free.
+    page_size: the size of PAGE_SIZE, in memory that the device can read.
+    """
+
+    seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,))
+    page_table: Tensor = copied(BATCH, PAGES, dtype=int32, pad=0, ragged=True, strided=True, converts=(int64,))
+    page_size: Tensor = constant(PAGE_SIZE, shape=1, dtype=int32)
+
+
+class PooledCache(PagedCache):
+    """A page table that is gathered from a table of all requests, as SGLang keeps it.
+
+    The table is SGLang's `req_to_token` (sgl-project/sglang, layers/attention/triton_ops/metadata.py, commit bdd1bcd):
+    a row for each request in the pool, a column for each token, with the token's place in the KV cache.
+
+    req_pool_indices: padded rows use row 0 of the table, which is reserved.
+    req_to_token: the engine's own table, which it binds and writes between steps.
+    page_table: each page's first token divided by the page's size; all columns, also those behind the request's pages.
+    """
+
+    req_pool_indices: Tensor = copied(BATCH, dtype=int64, pad=0, poison=())
+    req_to_token: Tensor = staged(POOL, PAGES * PAGE_SIZE, dtype=int32)
+    page_table: Tensor = computed(layouts.pooled_pages, shape=(BATCH, PAGES), dtype=int32)
+
+
+class FlashInferDecode(PagedCache):
+    """Decode by FlashInfer's paged attention: the pages of all requests in one list.
+
+    The layout is that of FlashInfer 0.6.18 (flashinfer-ai/flashinfer, docs/tutorials/kv_layout.rst, commit fb28d72).
+
+    kv_indptr: where each request's pages begin in kv_indices, and behind them how many pages there are.
+    kv_indices: the pages; no kernel reads those behind the last, which are 0, a page that is always there.
+    kv_last_page_len: tokens in each request's last page; 0 if it has none, from which `get_seq_lens` makes 0 again.
+    """
+
+    kv_indptr: Tensor = computed(layouts.page_offsets, shape=BATCH + 1, dtype=int32)
+    kv_indices: Tensor = computed(layouts.packed_pages, shape=BATCH * PAGES, dtype=int32)
+    kv_last_page_len: Tensor = computed(layouts.last_page_lengths, shape=BATCH, dtype=int32)
+
+
+class FlashInferVerify(FlashInferDecode):
+    """FlashInfer's paged attention with WIDTH query tokens for each request, as verify and draft-extend have them.
+
+    extend_seq_lens: each request has WIDTH tokens.
+    qo_indptr: where each request's query tokens begin, and behind them how many there are; the same in each step.
+    """
+
+    extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
+    qo_indptr: Tensor = constant(layouts.even_offsets, shape=BATCH + 1, dtype=int32)
+
+
+class FlashInferPrefill(FlashInferDecode):
+    """Prefill by FlashInfer's paged attention: each request has query tokens of its own number.
+
+    extend_seq_lens: new tokens of each request; 0 in padded rows, so that attention does nothing for them.
+    qo_indptr: where each request's query tokens begin; those of padded tokens belong to no request.
+    """
+
+    extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
+    qo_indptr: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
+
+
+class FlashAttention(PagedCache):
+    """FlashAttention 3 and 4, and torch's varlen_attn: WIDTH query tokens for each request, as in decode and verify.
+
+    The layout is that of `flash_attn_with_kvcache` and `flash_attn_varlen_func` (Dao-AILab/flash-attention,
+    hopper/flash_attn_interface.py and flash_attn/cute/interface.py, commit 0251105), and of torch.nn.attention.varlen
+    since torch 2.10, where cu_seqlens_q is `cu_seq_q`, cache_seqlens is `seqused_k` and page_table is `block_table`.
+
+    Both take the longest lengths as numbers, which a graph keeps: give those of the bucket, from the shapes of slots.
+
+    extend_seq_lens: each request has WIDTH tokens.
+    cache_seqlens: seq_lens as int32, the dtype that kernels take.
+    cu_seqlens_q: where each request's query tokens begin, and behind them how many there are; the same in each step.
+    cu_seqlens_k: the same for its tokens in the cache, for keys that are not in pages.
+    """
+
+    extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
+    cache_seqlens: Tensor = computed(layouts.lengths_in_int32, shape=BATCH, dtype=int32)
+    cu_seqlens_q: Tensor = constant(layouts.even_offsets, shape=BATCH + 1, dtype=int32)
+    cu_seqlens_k: Tensor = computed(layouts.length_offsets, shape=BATCH + 1, dtype=int32)
+
+
+class FlashAttentionPrefill(FlashAttention):
+    """As its base, in a prefill: each request has query tokens of its own number.
+
+    extend_seq_lens: new tokens of each request; 0 in padded rows, so that attention does nothing for them.
+    cu_seqlens_q: where each request's query tokens begin; those of padded tokens belong to no request.
+    """
+
+    extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
+    cu_seqlens_q: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
+
+
+class TritonDecode(PagedCache):
+    """Decode by Triton kernels that split keys and values, as SGLang writes them: the places of all tokens in one list.
+
+    The layout is that of SGLang with `split_tile_size` (sgl-project/sglang, layers/attention/triton_backend.py, commit
+    0085842): a request's parts depend on its own length alone, so that its result is the same in any batch.
+
+    kv_indptr: where each request's tokens begin in kv_indices, and behind them how many there are.
+    kv_indices: the places of tokens in the KV cache; no kernel reads those behind the last, which are 0.
+    split_tile_size: the size of TILE, in memory that the device can read.
+    num_kv_splits: how many parts each token's keys have, of TILE keys each.
+    """
+
+    kv_indptr: Tensor = computed(layouts.length_offsets, shape=BATCH + 1, dtype=int32)
+    kv_indices: Tensor = computed(layouts.packed_tokens, shape=BATCH * PAGES * PAGE_SIZE, dtype=int64)
+    split_tile_size: Tensor = constant(TILE, shape=1, dtype=int32)
+    num_kv_splits: Tensor = computed(layouts.tile_counts, shape=TOKENS, dtype=int32)
+
+
+class TritonDecodeBalanced(TritonDecode, drop=["split_tile_size"]):
+    """As its base, with as many parts as keep the device busy: SGLang's default.
+
+    The counts are those of SGLang (layers/attention/triton_ops/metadata.py, commit bdd1bcd). They depend on every
+    request of the bucket, padded ones too, so that a request's result differs in its last bits by batch and bucket.
+    `check` reports that as poison in seq_lens: declare seq_lens again with poison=() if you accept it.
+
+    num_heads: the size of HEADS, for num_kv_splits.
+    num_kv_heads: the size of KV_HEADS, for num_kv_splits.
+    max_kv_splits: the size of SPLITS, for num_kv_splits and for the buffers that parts of the results go to.
+    num_cores: the size of CORES, for scaled_cores.
+    scaled_cores: by the length of the longest request, how many parts keep the device busy.
+    num_kv_splits: how many parts each token's keys have: at most SPLITS.
+    """
+
+    num_heads: Tensor = constant(HEADS, shape=1, dtype=int32)
+    num_kv_heads: Tensor = constant(KV_HEADS, shape=1, dtype=int32)
+    max_kv_splits: Tensor = constant(SPLITS, shape=1, dtype=int32)
+    num_cores: Tensor = constant(CORES, shape=1, dtype=int32)
+    scaled_cores: Tensor = constant(layouts.cores_by_length, shape=PAGES * PAGE_SIZE + 1, dtype=int32)
+    num_kv_splits: Tensor = computed(layouts.split_counts, shape=TOKENS, dtype=int32)

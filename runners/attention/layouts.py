@@ -1,0 +1,142 @@
+"""Layouts of attention kernels: axes, and functions that make each slot from lengths and a page table."""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...dataflow.axes import BATCH, WIDTH, Axis, Step
+
+PAGES: Final = Axis("PAGES", fixed=True)
+"""The most pages that one request may have."""
+PAGE_SIZE: Final = Axis("PAGE_SIZE", fixed=True)
+"""Tokens in one page of the KV cache."""
+POOL: Final = Axis("POOL", fixed=True)
+"""Rows of the table of a pool of requests, the reserved row 0 included."""
+
+CORES: Final = Axis("CORES", fixed=True)
+"""Multiprocessors of the device."""
+HEADS: Final = Axis("HEADS", fixed=True)
+"""Query heads of this rank."""
+KV_HEADS: Final = Axis("KV_HEADS", fixed=True)
+"""Heads of keys and values of this rank."""
+SPLITS: Final = Axis("SPLITS", fixed=True)
+"""The most parts that a request's keys are split into."""
+TILE: Final = Axis("TILE", fixed=True)
+"""Keys in one part of a request, if all parts have as many."""
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """Return where each request's items begin, and behind them the total: int32, one more than there are requests."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return how many pages each request has."""
+    return _divided_up(seq_lens, page_size)
+
+
+def length_offsets(seq_lens: Tensor) -> Tensor:
+    """Return the offsets of each request's tokens in the cache."""
+    return offsets(seq_lens)
+
+
+def query_offsets(extend_seq_lens: Tensor) -> Tensor:
+    """Return the offsets of each request's query tokens."""
+    return offsets(extend_seq_lens)
+
+
+def even_offsets(step: Step) -> Tensor:
+    """Return the offsets of query tokens if each request has WIDTH of them, at full capacity."""
+    return torch.arange(step.padded(BATCH) + 1, dtype=torch.int32, device="cpu") * step.padded(WIDTH)
+
+
+def page_offsets(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return the offsets of each request's pages."""
+    return offsets(page_counts(seq_lens, page_size))
+
+
+def _packed(indptr: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each place of a packed list whether it is in use, and the request and the item that it holds."""
+    places = torch.arange(capacity, dtype=torch.int32, device=indptr.device)
+    owners = torch.searchsorted(indptr[1:], places, right=True)
+    in_use = owners < indptr.shape[0] - 1
+    requests = torch.where(in_use, owners, 0)
+    return in_use, requests, torch.where(in_use, places - indptr[requests], 0)
+
+
+def packed_pages(page_table: Tensor, kv_indptr: Tensor) -> Tensor:
+    """Return the pages of all requests one behind the other, and 0 behind the last."""
+    in_use, requests, pages = _packed(kv_indptr, page_table.numel())
+    return torch.where(in_use, page_table[requests, pages], 0)
+
+
+def packed_tokens(page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out: Tensor) -> None:
+    """Write the places of all requests' tokens one behind the other, and 0 behind the last."""
+    in_use, requests, tokens = _packed(kv_indptr, out.shape[0])
+    places = page_table[requests, tokens // page_size].to(out.dtype) * page_size + tokens % page_size
+    out.copy_(torch.where(in_use, places, 0))
+
+
+def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return the tokens in each request's last page: 0 for a request without tokens, else 1 to the page's size."""
+    return (seq_lens - (page_counts(seq_lens, page_size) - 1).clamp(min=0) * page_size).to(torch.int32)
+
+
+def lengths_in_int32(seq_lens: Tensor) -> Tensor:
+    """Return the lengths in the dtype that kernels take."""
+    return seq_lens.to(torch.int32)
+
+
+def cores_by_length(step: Step) -> Tensor:
+    """Return, for each length of the longest request, as how many cores the device counts: more for longer ones.
+
+    The formula is int(cores * max(log2(length / 64), 1)), in float32. The table is made once, so that a step needs
+    whole numbers only.
+    """
+    lengths = torch.arange(step.padded(PAGES * PAGE_SIZE) + 1, dtype=torch.float32, device="cpu")
+    return (step.padded(CORES) * (lengths / 64).log2().clamp(min=1)).to(torch.int32)
+
+
+def split_counts(  # noqa: PLR0913 - each is a slot
+    seq_lens: Tensor,
+    scaled_cores: Tensor,
+    num_heads: Tensor,
+    num_kv_heads: Tensor,
+    max_kv_splits: Tensor,
+    out: Tensor,
+) -> None:
+    """Write into how many parts each token's keys are split: more for longer requests, and for small batches.
+
+    A chunk is as long as the shortest request, or as makes one part a core, whichever gives more parts.
+    """
+    longest, shortest = seq_lens.amax(0, keepdim=True), seq_lens.amin(0, keepdim=True)
+    shortest = torch.where(longest * 8 < shortest * 10, longest, shortest).clamp(min=1)
+    group = num_heads // num_kv_heads
+    head_blocks = torch.where(group == 1, num_heads, _divided_up(num_heads, group.clamp(max=16)))
+    by_length = _divided_up(longest, shortest)
+    by_cores = _divided_up(scaled_cores[longest.clamp(max=scaled_cores.shape[0] - 1)], head_blocks * out.shape[0])
+    parts = [torch.minimum(one, max_kv_splits) for one in (by_length, by_cores)]
+    chunks = [_divided_up(longest, one).clamp(min=1) for one in parts]
+    counts = torch.maximum(*[_divided_up(seq_lens, one) for one in chunks])
+    _write_by_token(counts, out)
+
+
+def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
+    """Write into how many parts of one size each token's keys are split."""
+    _write_by_token(_divided_up(seq_lens, split_tile_size), out)
+
+
+def _write_by_token(values: Tensor, out: Tensor) -> None:
+    """Write each request's value to all of its tokens, of which every request has as many."""
+    out.copy_(values[:, None].expand(-1, out.shape[0] // values.shape[0]).flatten())
+
+
+def _divided_up(number: Tensor, divisor: Tensor) -> Tensor:
+    return (number + divisor - 1) // divisor
+
+
+def pooled_pages(req_to_token: Tensor, req_pool_indices: Tensor, page_size: Tensor, out: Tensor) -> None:
+    """Write each request's pages: those of its first token in each page."""
+    first_tokens = torch.arange(out.shape[1], device=out.device) * page_size
+    out.copy_(req_to_token[req_pool_indices[:, None], first_tokens] // page_size)

@@ -1,0 +1,20 @@
+"""What attention kernels read besides lengths and pages: declarations to mix in, computed in the graph."""
+
+# fmt: off
+from slotgraph import _publish  # noqa: I001 - several names a line
+from slotgraph.runners.attention.kernels import (
+    FlashAttention, FlashAttentionPrefill, FlashInferDecode, FlashInferPrefill, FlashInferVerify, PagedCache,
+    PooledCache, TritonDecode, TritonDecodeBalanced,
+)
+from slotgraph.runners.attention.layouts import (
+    CORES, HEADS, KV_HEADS, PAGES, PAGE_SIZE, POOL, SPLITS, TILE,
+)
+
+__all__ = [
+    "CORES", "HEADS", "KV_HEADS", "PAGES", "PAGE_SIZE", "POOL", "SPLITS", "TILE", "FlashAttention",
+    "FlashAttentionPrefill", "FlashInferDecode", "FlashInferPrefill", "FlashInferVerify", "PagedCache", "PooledCache",
+    "TritonDecode", "TritonDecodeBalanced",
+]
+# fmt: on
+
+_publish(__name__)

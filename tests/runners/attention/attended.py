@@ -1,0 +1,104 @@
+"""Paged attention in plain torch, from each kernel's own inputs alone, and from requests one by one in plain code."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tests.runners.attention import kinds
+from tests.runners.attention.builders import TILE, Requests
+
+Attention = Callable[[Any, Tensor, int], Tensor]
+
+
+def attend(queries: Tensor, keys: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Each query's mean of keys, and the logarithm of its sum: `seen` says which keys it sees."""
+    scores = (queries @ keys.T).masked_fill(~seen, -1e9)
+    return scores.softmax(1) @ keys, scores.logsumexp(1)
+
+
+def owners_of(indptr: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each place of a packed list: whether it is in use, its request, and its number there."""
+    places = torch.arange(count, device=indptr.device)
+    requests = torch.searchsorted(indptr[1:].long(), places, right=True)
+    rows = requests.clamp(max=indptr.shape[0] - 2)
+    return requests < indptr.shape[0] - 1, rows, places - indptr[rows]
+
+
+def last_seen(lens: Tensor, qo_indptr: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Of each query token: its request, and the last position that it sees. -1 where no request owns it."""
+    in_use, rows, number = owners_of(qo_indptr, tokens)
+    counts = qo_indptr[1:] - qo_indptr[:-1]
+    return rows, torch.where(in_use, lens[rows] - counts[rows] + number, -1)
+
+
+def even(view: Any) -> Tensor:
+    """The offsets of query tokens where each request has as many."""
+    tokens, requests = view.queries.shape[0], view.seq_lens.shape[0]
+    return torch.arange(requests + 1, device=view.queries.device) * (tokens // requests)
+
+
+def flashinfer(view: Any, cache: Tensor, page: int) -> Tensor:
+    """As FlashInfer reads: pages by kv_indices, lengths from offsets and last pages."""
+    counts = view.kv_indptr[1:] - view.kv_indptr[:-1]
+    lens = (counts - 1).clamp(min=0) * page + view.kv_last_page_len
+    in_use, owners, number = owners_of(view.kv_indptr, view.kv_indices.shape[0])
+    keys = cache.view(-1, page, cache.shape[1])[view.kv_indices.long()].flatten(0, 1)
+    positions = (number[:, None] * page + torch.arange(page, device=cache.device)).flatten()
+    owners, in_use = owners.repeat_interleave(page), in_use.repeat_interleave(page)
+    offsets = view.qo_indptr if hasattr(view, "qo_indptr") else even(view)
+    rows, last = last_seen(lens, offsets, view.queries.shape[0])
+    seen = in_use & (owners == rows[:, None]) & (positions <= last[:, None])
+    return attend(view.queries, keys, seen)[0]
+
+
+def flash_attention(view: Any, cache: Tensor, page: int) -> Tensor:
+    """As FlashAttention reads: a row of the page table for each request."""
+    places = view.page_table.long()[:, :, None] * page + torch.arange(page, device=cache.device)
+    positions = torch.arange(places[0].numel(), device=cache.device)
+    rows, last = last_seen(view.cache_seqlens, view.cu_seqlens_q, view.queries.shape[0])
+    keys = cache[places.flatten(1)]
+    owned = torch.arange(places.shape[0], device=cache.device)[:, None] == rows[:, None, None]
+    seen = owned & (positions <= last[:, None, None])
+    return attend(view.queries, keys.flatten(0, 1), seen.flatten(1))[0]
+
+
+def triton_decode(view: Any, cache: Tensor, page: int) -> Tensor:
+    """As SGLang's kernel reads: places of tokens, in so many parts, whose results are put together."""
+    most = -(-kinds.PAGES * page // TILE)
+    lens = view.kv_indptr[1:] - view.kv_indptr[:-1]
+    in_use, owners, number = owners_of(view.kv_indptr, view.kv_indices.shape[0])
+    rows, last = last_seen(lens, even(view), view.queries.shape[0])
+    seen = in_use & (owners == rows[:, None]) & (number <= last[:, None])
+    splits = view.num_kv_splits[:, None]
+    chunk = (lens[rows][:, None] + splits - 1) // splits.clamp(min=1)
+    parts = [
+        attend(view.queries, cache[view.kv_indices], seen & (number // chunk.clamp(min=1) == part))
+        for part in range(most)
+    ]
+    weights = torch.stack([logs for _, logs in parts]).softmax(0)
+    return (weights[:, :, None] * torch.stack([values for values, _ in parts])).sum(0)
+
+
+ATTENTIONS: Final[dict[str, Attention]] = {
+    "FlashInferDecode": flashinfer,
+    "FlashInferVerify": flashinfer,
+    "FlashInferPrefill": flashinfer,
+    "FlashAttention": flash_attention,
+    "FlashAttentionPrefill": flash_attention,
+    "TritonDecode": triton_decode,
+    "TritonDecodeBalanced": triton_decode,
+}
+
+
+def expected(one: Requests, queries: Tensor, cache: Tensor) -> Tensor:
+    """Attention of each request by itself, of each query over the tokens before it and its own."""
+    found, row = [], 0
+    for request, count in enumerate(one.queries):
+        keys = cache[torch.tensor(one.places_of(request), device=cache.device)]
+        for token in range(count):
+            seen = keys[: one.lens[request] - count + token + 1]
+            found.append((queries[row] @ seen.T).softmax(0) @ seen)
+            row += 1
+    return torch.stack(found)

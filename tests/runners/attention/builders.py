@@ -1,0 +1,131 @@
+"""What attention kernels take, built request by request in plain Python, as each library documents its layout.
+
+Nothing here is shared with the functions of `slotgraph.attention`. The sources are named in the declarations.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+SPLITS: Final = 4
+TILE: Final = 5
+Table = Sequence[Sequence[int]]
+
+
+@attrs.frozen(kw_only=True)
+class Requests:
+    """One step of a bucket, padded requests included, and the sizes of its axes.
+
+    lens: What attention sees of each request. table: Its row of the page table. queries: Its new tokens.
+    """
+
+    lens: list[int]
+    table: Table
+    queries: list[int]
+    page: int
+    pages: int
+    heads: int = 8
+    kv_heads: int = 2
+    splits: int = SPLITS
+    cores: int = 20
+    tile: int = TILE
+
+    def pages_of(self, request: int) -> list[int]:
+        """The pages that a request uses."""
+        return list(self.table[request][: math.ceil(self.lens[request] / self.page)])
+
+    def places_of(self, request: int) -> list[int]:
+        """Where each of its tokens is in the cache."""
+        return [self.table[request][t // self.page] * self.page + t % self.page for t in range(self.lens[request])]
+
+
+def starts(counts: Sequence[int]) -> list[int]:
+    """Where each begins, and the total."""
+    found = [0]
+    for count in counts:
+        found.append(found[-1] + count)
+    return found
+
+
+def joined(rows: Sequence[Sequence[int]], capacity: int) -> list[int]:
+    """Rows one behind the other, and zeros to the capacity."""
+    found = [value for row in rows for value in row]
+    return found + [0] * (capacity - len(found))
+
+
+def flashinfer(one: Requests) -> dict[str, Any]:
+    """docs/tutorials/kv_layout.rst of FlashInfer: seq_len = page_size * (pages - 1) + last_page_len."""
+    rows = [one.pages_of(i) for i in range(len(one.lens))]
+    last = []
+    for length, pages in zip(one.lens, rows, strict=True):
+        last.append(length - one.page * (len(pages) - 1) if pages else 0)
+    return {
+        "kv_indptr": starts([len(pages) for pages in rows]),
+        "kv_indices": joined(rows, len(one.lens) * one.pages),
+        "kv_last_page_len": last,
+    }
+
+
+def flashinfer_queries(one: Requests) -> dict[str, Any]:
+    """The same with query tokens."""
+    return {**flashinfer(one), "qo_indptr": starts(one.queries)}
+
+
+def flash_attention(one: Requests) -> dict[str, Any]:
+    """The arguments of flash_attn_with_kvcache."""
+    return {
+        "cache_seqlens": one.lens,
+        "cu_seqlens_q": starts(one.queries),
+        "cu_seqlens_k": starts(one.lens),
+        "page_table": [list(row) for row in one.table],
+    }
+
+
+def split_counts(  # noqa: PLR0913, PLR0917 - as the kernel takes them
+    lens: Sequence[int], group: int, heads: int, kv_heads: int, most: int, cores: int
+) -> list[int]:
+    """SGLang's get_num_kv_splits, a token at a time; `group` tokens a request."""
+    longest, shortest = max(lens), max(min(lens), 1)
+    if longest * 8 < shortest * 10:
+        shortest = longest
+    scaled = float(np.float32(cores) * max(np.log2(np.float32(longest) / np.float32(64)), np.float32(1)))
+    blocks = heads if heads == kv_heads else math.ceil(heads / min(16, heads // kv_heads))
+    by_length = min(math.ceil(longest / shortest), most)
+    by_cores = min(math.ceil(int(scaled) / (len(lens) * group * blocks)), most)
+    found = []
+    for length in lens:
+        parts = [math.ceil(length / math.ceil(longest / count)) for count in (by_length, by_cores)]
+        found += [max(parts)] * group
+    return found
+
+
+def triton_decode(one: Requests) -> dict[str, Any]:
+    """SGLang's Triton backend: places of tokens, not of pages; parts of one size."""
+    group = one.queries[0]
+    places = [one.places_of(i) for i in range(len(one.lens))]
+    return {
+        "kv_indptr": starts(one.lens),
+        "kv_indices": joined(places, len(one.lens) * one.pages * one.page),
+        "num_kv_splits": [math.ceil(length / one.tile) for length in one.lens for _ in range(group)],
+    }
+
+
+def triton_decode_balanced(one: Requests) -> dict[str, Any]:
+    """The same, with parts for each multiprocessor."""
+    counts = split_counts(one.lens, one.queries[0], one.heads, one.kv_heads, one.splits, one.cores)
+    return {**triton_decode(one), "num_kv_splits": counts}
+
+
+BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
+    "FlashInferDecode": flashinfer,
+    "FlashInferVerify": flashinfer_queries,
+    "FlashInferPrefill": flashinfer_queries,
+    "FlashAttention": flash_attention,
+    "FlashAttentionPrefill": flash_attention,
+    "TritonDecode": triton_decode,
+    "TritonDecodeBalanced": triton_decode_balanced,
+}
+"""What makes the slots of each declaration."""

@@ -1,0 +1,100 @@
+"""Each declaration holds, byte for byte, what the library's own builder makes: live rows and tails."""
+
+import types
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, attention
+from slotgraph.backends import Backend
+from tests.runners.attention import kinds
+from tests.runners.attention.builders import BUILDERS, Requests, flashinfer, split_counts
+
+EVEN = [name for name in BUILDERS if not kinds.is_ragged(name)]
+RAGGED = [name for name in BUILDERS if kinds.is_ragged(name)]
+
+
+def test_every_declaration_has_a_builder() -> None:
+    """The module exports no declaration that is not compared here, but for the two that others derive from."""
+    assert {*kinds.KINDS} - {"PagedCache", "PooledCache"} == {*BUILDERS}
+
+
+def assert_built(view: Any, name: str, one: Requests) -> None:
+    """Each slot of a view holds what the builder makes of a step's requests, and has the dtype as declared."""
+    for slot, expected in BUILDERS[name](one).items():
+        got = getattr(view, slot)
+        assert got.dtype == kinds.KINDS[name].slotgraph.slots[slot].dtype
+        assert torch.equal(got.cpu(), torch.tensor(expected, dtype=got.dtype)), slot
+
+
+@pytest.mark.parametrize(("page", "width"), [(1, 1), (3, 2), (16, 1), (4, 3)])
+@pytest.mark.parametrize("name", EVEN)
+def test_replayed_slots_are_the_builders(name: str, page: int, width: int, backend: Backend) -> None:
+    """Equal queries: a thousand random batches a declaration, most of a size that no earlier one had."""
+    runner = kinds.decoder(name, lambda view: view.queries * 2, backend, page, width)
+    for seed, (draw, rows) in enumerate(kinds.games(page, 250)):
+        one = kinds.random_requests(draw, name, page, width, rows)
+        view = runner.fill(kinds.batch_of(one, name, backend.device, seed))
+        runner.replay(view)
+        assert_built(view, name, kinds.padded(one, name, width, kinds.bucket_of(rows), backend))
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 4])
+@pytest.mark.parametrize("name", RAGGED)
+def test_filled_slots_are_the_builders(name: str, page: int, backend: Backend) -> None:
+    """Queries of each request's own number: a thousand random batches a declaration."""
+    buffers = kinds.buffers_of(name, backend, page, 1)
+    for seed, (draw, rows) in enumerate(kinds.games(page, 250)):
+        one = kinds.random_requests(draw, name, page, 1, rows)
+        bucket = kinds.bucket_of(rows)
+        view = buffers.at({BATCH: bucket, TOKENS: bucket * 6}).fill(kinds.batch_of(one, name, backend.device, seed))
+        assert_built(view, name, kinds.padded(one, name, 1, bucket, backend))
+
+
+def test_the_builders_make_the_libraries_values() -> None:
+    """Values that the libraries' own sources gave: FlashInfer's example, and SGLang's kernel under an interpreter."""
+    one = Requests(
+        lens=[17 * 16 + 1, 12 * 16 + 7, 5 * 16], table=[[*range(i, i + 20)] for i in (1, 30, 60)], queries=[], page=16,
+        pages=20,
+    )  # fmt: skip
+    built = flashinfer(one)
+    assert built["kv_indptr"] == [0, 18, 31, 36]
+    assert built["kv_last_page_len"] == [1, 7, 16]
+    assert built["kv_indices"][16:20] == [17, 18, 30, 31]
+    assert built["kv_indices"][34:38] == [63, 64, 0, 0]
+    assert split_counts([1, 7, 60, 400], 1, 32, 8, 8, 132) == [1, 1, 2, 8]
+    assert split_counts([4096, 131072], 2, 16, 1, 16, 132) == [1, 1, 16, 16]
+    assert split_counts([1000, 1100, 1200], 1, 8, 8, 8, 78) == [7, 8, 8]
+
+
+def test_page_tables_of_a_pool(backend: Backend) -> None:
+    """A page table that is gathered from an engine's table of tokens has each page of each request, live or not."""
+    rows, page = 7, 3
+    inputs: Any = types.new_class("Pooled", (kinds.Tokens, attention.PooledCache, attention.FlashInferDecode), {})
+    draw = torch.Generator().manual_seed(5)
+    pages = torch.randint(1, 90, (rows, kinds.PAGES), generator=draw)
+    tokens = (pages[:, :, None] * page + torch.arange(page)).flatten(1).to(backend.device, torch.int32)
+    runner: DecodeRunner[Any] = DecodeRunner(
+        inputs,
+        lambda view: view.queries * 2,
+        buckets=kinds.BUCKETS,
+        sizes={**kinds.sizes_of(inputs, page), attention.POOL: rows},
+        bind={"req_to_token": tokens},
+        keep_bound=True,
+        backend=backend,
+        progress=False,
+    )
+    runner.capture()
+    for rows_of_pool in ([4], [1, 6, 2], [5, 5, 3, 1, 2, 6]):
+        lens = [page * kinds.PAGES - i for i in range(len(rows_of_pool))]
+        batch = {"queries": torch.ones(len(lens), 4, device=backend.device), "seq_lens": lens}
+        view = runner.fill({**batch, "req_pool_indices": rows_of_pool})
+        runner.replay(view)
+        bucket = kinds.bucket_of(len(lens))
+        table = [pages[row].tolist() for row in [*rows_of_pool, *[0] * (bucket - len(lens))]]
+        one = Requests(lens=lens, table=table, queries=[], page=page, pages=kinds.PAGES)
+        assert view.page_table.tolist() == table
+        fill = int(SEQ_LEN_FILL.on(backend.capabilities))
+        assert_built(view, "FlashInferDecode", attrs.evolve(one, lens=lens + [fill] * (bucket - len(lens))))
