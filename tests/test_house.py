@@ -31,6 +31,7 @@ import typer.testing
 from torch.utils._device import _device_constructors
 
 import slotgraph
+import slotgraph.attention
 from slotgraph import BATCH, TOKENS, EagerRunner, InputBuffers, Inputs, copied
 from slotgraph.backends import load, names
 from slotgraph.errors import SlotGraphError
@@ -236,16 +237,16 @@ def below(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def test_errors_and_declarations_are_public() -> None:
-    """Each error can be imported from `slotgraph.errors`, each standard declaration from `slotgraph.standard`."""
+    """Each error can be imported from `slotgraph.errors`, each ready-made declaration from its public module."""
     errors = [one for one in below(SlotGraphError) if one.__name__.endswith(("Error", "Errors"))]
     inputs = [one for one in below(slotgraph.Inputs) if "slotgraph" in vars(one)]  # the others are of views
-    declared = [one for one in inputs if one.__module__ == "slotgraph.standard"]
+    ready = {
+        module: [one for one in inputs if one.__module__ == module.__name__]
+        for module in (slotgraph.standard, slotgraph.attention)
+    }
     assert len(errors) > 10
-    assert len(declared) > 20
-    public: list[tuple[Any, list[Any]]] = [
-        (slotgraph.errors, [SlotGraphError, *errors]),
-        (slotgraph.standard, declared),
-    ]
+    assert [len(declared) > 5 for declared in ready.values()] == [True, True]
+    public: list[tuple[Any, list[Any]]] = [(slotgraph.errors, [SlotGraphError, *errors]), *ready.items()]
     for module, classes in public:
         assert [one for one in classes if getattr(module, one.__name__, None) is not one] == []
 

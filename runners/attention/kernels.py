@@ -11,7 +11,7 @@ from ...dataflow.capabilities import SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, constant, copied, staged
 from . import layouts
-from .layouts import CORES, HEADS, KV_HEADS, PAGE_SIZE, PAGES, POOL, SPLITS, TILE
+from .layouts import CORES, HEADS, KV_HEADS, KV_PAGES, PAGE_SIZE, PAGES, POOL, SPLITS, TILE
 
 
 class PagedCache(Inputs):
@@ -110,6 +110,27 @@ class FlashAttentionPrefill(FlashAttention):
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
     cu_seqlens_q: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
+
+
+class FlexDecode(PagedCache):
+    """Decode by torch's flex attention over a paged cache: the tensors of a BlockMask, whose key blocks are pages.
+
+    They are those of `create_block_mask` and `PagedAttention.convert_logical_block_mask` of torch 2.13
+    (torch/nn/attention/flex_attention.py and torch/nn/attention/experimental/_paged_attention.py). Each request has one
+    query token, and sees all of its tokens. Give them to `BlockMask.from_kv_blocks`.
+
+    full_kv_num_blocks: full pages, to which the kernel applies no mask.
+    full_kv_indices: the pages in order; no kernel reads those behind the full ones.
+    kv_num_blocks: 1 if the last page is not full, else 0.
+    kv_indices: that page first, then the others, which no kernel reads.
+    physical_to_logical: for the mask, which of a request's pages a page of the cache is; -1 if it is none.
+    """
+
+    full_kv_num_blocks: Tensor = computed(layouts.full_page_counts, shape=(BATCH, 1, 1), dtype=int32)
+    full_kv_indices: Tensor = computed(layouts.full_page_indices, shape=(BATCH, 1, 1, PAGES), dtype=int32)
+    kv_num_blocks: Tensor = computed(layouts.part_page_counts, shape=(BATCH, 1, 1), dtype=int32)
+    kv_indices: Tensor = computed(layouts.part_page_indices, shape=(BATCH, 1, 1, PAGES), dtype=int32)
+    physical_to_logical: Tensor = computed(layouts.logical_pages, shape=(BATCH, KV_PAGES), dtype=int64)
 
 
 class TritonDecode(PagedCache):

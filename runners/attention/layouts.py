@@ -11,6 +11,8 @@ PAGES: Final = Axis("PAGES", fixed=True)
 """The most pages that one request may have."""
 PAGE_SIZE: Final = Axis("PAGE_SIZE", fixed=True)
 """Tokens in one page of the KV cache."""
+KV_PAGES: Final = Axis("KV_PAGES", fixed=True)
+"""Pages of the whole KV cache, page 0 included."""
 POOL: Final = Axis("POOL", fixed=True)
 """Rows of the table of a pool of requests, the reserved row 0 included."""
 
@@ -134,6 +136,38 @@ def _write_by_token(values: Tensor, out: Tensor) -> None:
 
 def _divided_up(number: Tensor, divisor: Tensor) -> Tensor:
     return (number + divisor - 1) // divisor
+
+
+def full_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return how many pages of each request are full, as flex attention shapes it."""
+    return (seq_lens // page_size).to(torch.int32)[:, None, None]
+
+
+def part_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return 1 for each request whose last page is not full, else 0, as flex attention shapes it."""
+    return (seq_lens % page_size > 0).to(torch.int32)[:, None, None]
+
+
+def full_page_indices(page_table: Tensor) -> Tensor:
+    """Return each request's pages in their order, of which the first are full."""
+    return page_table[:, None, None]
+
+
+def part_page_indices(page_table: Tensor, full_kv_num_blocks: Tensor, kv_num_blocks: Tensor) -> Tensor:
+    """Return each request's pages with the one that is not full, if there is one, in front of all others."""
+    columns = torch.arange(page_table.shape[1], device=page_table.device)
+    last = full_kv_num_blocks[:, 0]
+    moved = torch.where(columns == 0, last, columns - (columns <= last).long())
+    return page_table.gather(1, torch.where(kv_num_blocks[:, 0] > 0, moved, columns))[:, None, None]
+
+
+def logical_pages(page_table: Tensor, seq_lens: Tensor, page_size: Tensor, out: Tensor) -> None:
+    """Write for each page of the cache which of a request's pages it is, and -1 if the request does not have it."""
+    columns = torch.arange(page_table.shape[1], device=out.device).expand(page_table.shape)
+    is_used = columns < page_counts(seq_lens, page_size)[:, None]
+    places = torch.where(is_used, page_table, out.shape[1]).long()  # unused ones go behind the last page
+    room = torch.full((out.shape[0], out.shape[1] + 1), -1, device=out.device)
+    out.copy_(room.scatter(1, places, columns)[:, :-1])
 
 
 def pooled_pages(req_to_token: Tensor, req_pool_indices: Tensor, page_size: Tensor, out: Tensor) -> None:

@@ -9,9 +9,13 @@ from typing import Any, Final
 
 import attrs
 import numpy as np
+import torch
+from torch.nn.attention.experimental._paged_attention import PagedAttention
+from torch.nn.attention.flex_attention import create_block_mask
 
 SPLITS: Final = 4
 TILE: Final = 5
+KV_PAGES: Final = 41
 Table = Sequence[Sequence[int]]
 
 
@@ -32,6 +36,7 @@ class Requests:
     splits: int = SPLITS
     cores: int = 20
     tile: int = TILE
+    kv_pages: int = KV_PAGES
 
     def pages_of(self, request: int) -> list[int]:
         """The pages that a request uses."""
@@ -119,12 +124,34 @@ def triton_decode_balanced(one: Requests) -> dict[str, Any]:
     return {**triton_decode(one), "num_kv_splits": counts}
 
 
+def flex_decode(one: Requests) -> dict[str, Any]:
+    """Torch's own: a mask over logical blocks, converted by its class for paged caches."""
+    rows, most, lens = len(one.lens), one.pages * one.page, torch.tensor(one.lens)
+    paged = PagedAttention(one.kv_pages, one.page, rows, device="cpu")
+    paged.page_table[:, : one.pages] = torch.tensor(one.table)
+    for i in range(rows):
+        for logical, page in enumerate(one.pages_of(i)):
+            paged.physical_to_logical[i, page] = logical
+    mask = create_block_mask(lambda b, _h, _q, kv: kv < lens[b], rows, 1, 1, most, "cpu", (1, one.page))
+    made = paged.convert_logical_block_mask(mask)
+    assert made.full_kv_num_blocks is not None
+    assert made.full_kv_indices is not None
+    return {
+        "kv_num_blocks": made.kv_num_blocks.tolist(),
+        "kv_indices": made.kv_indices[..., : one.pages].tolist(),
+        "full_kv_num_blocks": made.full_kv_num_blocks.tolist(),
+        "full_kv_indices": made.full_kv_indices[..., : one.pages].tolist(),
+        "physical_to_logical": paged.physical_to_logical.tolist(),
+    }
+
+
 BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
     "FlashInferDecode": flashinfer,
     "FlashInferVerify": flashinfer_queries,
     "FlashInferPrefill": flashinfer_queries,
     "FlashAttention": flash_attention,
     "FlashAttentionPrefill": flash_attention,
+    "FlexDecode": flex_decode,
     "TritonDecode": triton_decode,
     "TritonDecodeBalanced": triton_decode_balanced,
 }

@@ -20,6 +20,8 @@ KINDS: Final[dict[str, type[Inputs]]] = {
 """Every class that the module exports."""
 BUCKETS: Final = [1, 3, 8]
 PAGES: Final = 5
+WIDTHS: Final = {"FlexDecode": (1,)}
+"""The tokens that a request may have, of declarations that do not take any number."""
 
 
 class Tokens(Inputs):
@@ -49,6 +51,7 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
         attention.SPLITS: one.splits,
         attention.CORES: one.cores,
         attention.TILE: one.tile,
+        attention.KV_PAGES: one.kv_pages,
     }
     return {axis: size for axis, size in known.items() if axis in inputs.slotgraph.axes}
 

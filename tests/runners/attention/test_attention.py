@@ -1,13 +1,16 @@
 """Attention from each set in replayed graphs: as each request by itself; and `slotgraph.check` on each declaration."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import slotgraph
 from slotgraph import BATCH, TOKENS
 from slotgraph.backends import Backend
+from slotgraph.backends.cpu import CpuBackend
 from tests.runners.attention import kinds
 from tests.runners.attention.attended import ATTENTIONS, expected
 from tests.runners.attention.builders import BUILDERS
@@ -22,8 +25,7 @@ def cache_on(device: torch.device, pages: int = 1 + max(kinds.BUCKETS) * kinds.P
     return torch.randn(pages * PAGE, 4, generator=torch.Generator().manual_seed(2)).to(device)
 
 
-@pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("name", EVEN)
+@pytest.mark.parametrize(("name", "width"), [(name, width) for name in EVEN for width in kinds.WIDTHS.get(name, (1, 3))])
 def test_replayed_attention_is_each_requests_own(name: str, width: int, backend: Backend) -> None:
     """Of lengths and pages other than those of the capture, in buckets that are full and in padded ones."""
     cache = cache_on(backend.device)
@@ -33,6 +35,37 @@ def test_replayed_attention_is_each_requests_own(name: str, width: int, backend:
         batch = kinds.batch_of(one, name, backend.device, seed)
         torch.testing.assert_close(runner(batch), expected(one, batch["queries"], cache), atol=1e-5, rtol=1e-5)
     assert not runner.stats()["eager"]
+
+
+def test_flex_attention_takes_the_block_mask() -> None:
+    """Torch's own flex attention, on the CPU, with the mask of a replayed step."""
+    cache = cache_on(torch.device("cpu"))
+    backend = CpuBackend()
+    runner = kinds.decoder("FlexDecode", lambda view: view.queries * 2, backend, PAGE, 1)
+    for seed, (draw, rows) in enumerate(kinds.games(13, 10)):
+        one = kinds.random_requests(draw, "FlexDecode", PAGE, 1, rows)
+        batch = kinds.batch_of(one, "FlexDecode", backend.device, seed)
+        view = runner.fill(batch)
+        runner.replay(view)
+
+        def sees(b: torch.Tensor, _h: Any, _q: Any, place: torch.Tensor, view: Any = view) -> torch.Tensor:
+            page = view.physical_to_logical[b, place // PAGE]
+            return (page >= 0) & (page * PAGE + place % PAGE < view.seq_lens[b])
+
+        mask = BlockMask.from_kv_blocks(
+            view.kv_num_blocks,
+            view.kv_indices,
+            view.full_kv_num_blocks,
+            view.full_kv_indices,
+            BLOCK_SIZE=(128, PAGE),
+            mask_mod=sees,
+            seq_lengths=(1, cache.shape[0]),
+            compute_q_blocks=False,
+        )
+        with warnings.catch_warnings(action="ignore"):  # not compiled, it says that it is slow
+            found = flex_attention(view.queries[:, None, None], *[cache[None, None]] * 2, scale=1, block_mask=mask)
+        right = expected(one, batch["queries"], cache)
+        torch.testing.assert_close(found[:rows, 0, 0], right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", RAGGED)
@@ -61,11 +94,12 @@ def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend
 def test_check_finds_nothing(name: str, backend: Backend) -> None:
     """Poison in tails reaches no live row, and each graph does what its step does."""
     cache = cache_on(backend.device)
-    runner = kinds.decoder(name, lambda view: ATTENTIONS[name](view, cache, PAGE), backend, PAGE, 2)
+    width = kinds.WIDTHS.get(name, (2,))[0]
+    runner = kinds.decoder(name, lambda view: ATTENTIONS[name](view, cache, PAGE), backend, PAGE, width)
 
     def draw(rows: int, generator: torch.Generator) -> Any:
         seed = int(torch.randint(1 << 30, (1,), generator=generator))
-        one = kinds.random_requests(next(kinds.games(seed, 1))[0], name, PAGE, 2, rows)
+        one = kinds.random_requests(next(kinds.games(seed, 1))[0], name, PAGE, width, rows)
         return kinds.batch_of(one, name, backend.device, seed)
 
     report = slotgraph.check(runner, draw, progress=False)

@@ -9,6 +9,8 @@ import torch
 
 from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, attention
 from slotgraph.backends import Backend
+from slotgraph.backends.cpu import CpuBackend
+from slotgraph.runners.engine.compiled import AS_ONE
 from tests.runners.attention import kinds
 from tests.runners.attention.builders import BUILDERS, Requests, flashinfer, split_counts
 
@@ -67,6 +69,22 @@ def test_the_builders_make_the_libraries_values() -> None:
     assert split_counts([1, 7, 60, 400], 1, 32, 8, 8, 132) == [1, 1, 2, 8]
     assert split_counts([4096, 131072], 2, 16, 1, 16, 132) == [1, 1, 16, 16]
     assert split_counts([1000, 1100, 1200], 1, 8, 8, 8, 78) == [7, 8, 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVEN)
+def test_all_functions_are_compiled_as_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being asked to, on a device that compiles: they make whole numbers only, and the same bytes."""
+    monkeypatch.setattr(CpuBackend, "capabilities", attrs.evolve(CpuBackend().capabilities, compiles=True))
+    backend = CpuBackend()
+    runner = kinds.decoder(name, lambda view: view.queries * 2, backend, 4, 2)
+    computed = [slot for slot, one in kinds.KINDS[name].slotgraph.slots.items() if one.needs]
+    assert runner.stats()["capture"]["functions"] == dict.fromkeys(computed, AS_ONE)
+    for seed, (draw, rows) in enumerate(kinds.games(6, 40)):
+        one = kinds.random_requests(draw, name, 4, 2, rows)
+        view = runner.fill(kinds.batch_of(one, name, backend.device, seed))
+        runner.replay(view)
+        assert_built(view, name, kinds.padded(one, name, 2, kinds.bucket_of(rows), backend))
 
 
 def test_page_tables_of_a_pool(backend: Backend) -> None:
