@@ -11,7 +11,7 @@ from ...dataflow.capabilities import SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, constant, copied, staged
 from . import layouts
-from .layouts import CORES, HEADS, KV_HEADS, KV_PAGES, PAGE_SIZE, PAGES, POOL, SPLITS, TILE
+from .layouts import CORES, HEADS, KV_HEADS, KV_PAGES, PAGE_SIZE, PAGES, POOL, SM_PARTS, SPLITS, TILE
 
 
 class PagedCache(Inputs):
@@ -110,6 +110,27 @@ class FlashAttentionPrefill(FlashAttention):
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
     cu_seqlens_q: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
+
+
+class FlashMLA(PagedCache):
+    """Decode by FlashMLA's dense kernel: how its work is spread over parts of the device.
+
+    The schedule is that of FlashMLA (deepseek-ai/FlashMLA, csrc/smxx/decode/get_decoding_sched_meta and csrc/params.h,
+    commit 9241ae3). Its pages have 64 tokens. SM_PARTS is multiprocessors // KV_HEADS // ceil(query tokens * heads /
+    KV_HEADS / 64), at least 1. Give both tensors to a `FlashMLASchedMeta`. All requests of the bucket decide how each is
+    split, padded ones too: `check` reports that as poison in seq_lens, unless you declare it again with poison=().
+
+    cost_offsets: where each request's work begins, in blocks and the cost of beginning with a request.
+    part_offsets: where each part of the device begins in all work.
+    tile_scheduler_metadata: for each part 8 numbers: its first and its last request, the first block and the one behind
+        the last, the first split, whether the first and the last request are split, and 0; idle parts begin at BATCH.
+    num_splits: where each request's splits begin among those of all requests, and behind them how many there are.
+    """
+
+    cost_offsets: Tensor = computed(layouts.block_costs, shape=BATCH + 1, dtype=int32)
+    part_offsets: Tensor = computed(layouts.part_starts, shape=SM_PARTS + 1, dtype=int32)
+    tile_scheduler_metadata: Tensor = computed(layouts.tile_schedule, shape=(SM_PARTS, 8), dtype=int32)
+    num_splits: Tensor = computed(layouts.split_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class FlexDecode(PagedCache):

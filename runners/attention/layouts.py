@@ -24,6 +24,8 @@ KV_HEADS: Final = Axis("KV_HEADS", fixed=True)
 """Heads of keys and values of this rank."""
 SPLITS: Final = Axis("SPLITS", fixed=True)
 """The most parts that a request's keys are split into."""
+SM_PARTS: Final = Axis("SM_PARTS", fixed=True)
+"""Parts of the device that FlashMLA spreads its work over."""
 TILE: Final = Axis("TILE", fixed=True)
 """Keys in one part of a request, if all parts have as many."""
 
@@ -168,6 +170,63 @@ def logical_pages(page_table: Tensor, seq_lens: Tensor, page_size: Tensor, out: 
     places = torch.where(is_used, page_table, out.shape[1]).long()  # unused ones go behind the last page
     room = torch.full((out.shape[0], out.shape[1] + 1), -1, device=out.device)
     out.copy_(room.scatter(1, places, columns)[:, :-1])
+
+
+_OVERHEAD: Final = 5
+"""FlashMLA's `fixed_overhead_num_blocks`: what beginning with a request costs, in blocks."""
+
+
+def block_costs(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return the offsets of each request's work: its blocks, at least one, and the cost of beginning with it."""
+    return offsets(page_counts(seq_lens, page_size).clamp(min=1) + _OVERHEAD)
+
+
+def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
+    """Write the place in all work at which each part of the device begins, and behind them where the last one ends.
+
+    A part takes whole requests while its share lasts, and then blocks of the next one, if it can begin with that. Where
+    a part ends depends on where it begins: `ends` has this for each place, then for two parts at once, four, and so on.
+    """
+    requests, parts = page_table.shape[0], out.shape[0] - 1
+    places = torch.arange(requests * (page_table.shape[1] + _OVERHEAD) + 1, device=out.device, dtype=torch.int32)
+    reach = places + _divided_up(cost_offsets[-1:], parts) + _OVERHEAD
+    whole = torch.searchsorted(cost_offsets, reach, right=True) - 1
+    taken = torch.maximum(cost_offsets[whole], places)
+    ends = torch.where((whole < requests) & (reach - taken > _OVERHEAD), reach - _OVERHEAD, taken)
+    number = torch.arange(parts + 1, device=out.device)
+    starts, step = torch.zeros_like(number, dtype=torch.int32), 1
+    while step <= parts:
+        starts = torch.where(number // step % 2 > 0, ends[starts], starts)
+        ends, step = ends[ends.clamp(max=ends.shape[0] - 1)], step * 2
+    out.copy_(starts)
+
+
+def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) -> Tensor:
+    """Return for each part its first and last request, blocks of these, first split, and whether they are split."""
+    blocks = (cost_offsets[1:] - cost_offsets[:-1]) - _OVERHEAD
+    first = torch.searchsorted(cost_offsets, part_offsets[:-1], right=True) - 1
+    begin = part_offsets[:-1] - cost_offsets[first]
+    before = torch.searchsorted(part_offsets, cost_offsets[first], right=True)
+    split = (torch.arange(1, first.shape[0] + 1, device=first.device) - before).clamp(min=0)
+    last = torch.searchsorted(cost_offsets, part_offsets[1:], right=True) - 1
+    end = part_offsets[1:] - cost_offsets[last]
+    last = torch.where(end > 0, last, last - 1)
+    has_tokens = seq_lens[last] > 0
+    end = torch.where(end > 0, end, torch.where(has_tokens, blocks[last], 0))
+    ends_inside = (end != blocks[last]) & has_tokens
+    is_one = first == last
+    first_is_split = (begin > 0) | (is_one & ends_inside)
+    last_is_split = ends_inside | (is_one & (begin > 0))
+    columns = (first, last, begin, end, split, first_is_split, last_is_split, torch.zeros_like(first))
+    return torch.stack([one.to(torch.int32) for one in columns], 1)
+
+
+def split_offsets(cost_offsets: Tensor, part_offsets: Tensor) -> Tensor:
+    """Return the offsets of each request's splits: one, and one more for each part that begins inside of it."""
+    owners = torch.searchsorted(cost_offsets, part_offsets, right=True) - 1
+    is_inside = part_offsets > cost_offsets[owners]
+    inside = (is_inside & (part_offsets < cost_offsets[:, None])).sum(1)
+    return (torch.arange(cost_offsets.shape[0], device=inside.device) + inside).to(torch.int32)
 
 
 def pooled_pages(req_to_token: Tensor, req_pool_indices: Tensor, page_size: Tensor, out: Tensor) -> None:

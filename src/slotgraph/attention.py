@@ -3,16 +3,16 @@
 # fmt: off
 from slotgraph import _publish  # noqa: I001 - several names a line
 from slotgraph.runners.attention.kernels import (
-    FlashAttention, FlashAttentionPrefill, FlashInferDecode, FlashInferPrefill, FlashInferVerify, FlexDecode,
+    FlashAttention, FlashAttentionPrefill, FlashInferDecode, FlashInferPrefill, FlashInferVerify, FlashMLA, FlexDecode,
     PagedCache, PooledCache, TritonDecode, TritonDecodeBalanced,
 )
 from slotgraph.runners.attention.layouts import (
-    CORES, HEADS, KV_HEADS, KV_PAGES, PAGES, PAGE_SIZE, POOL, SPLITS, TILE,
+    CORES, HEADS, KV_HEADS, KV_PAGES, PAGES, PAGE_SIZE, POOL, SM_PARTS, SPLITS, TILE,
 )
 
 __all__ = [
-    "CORES", "HEADS", "KV_HEADS", "KV_PAGES", "PAGES", "PAGE_SIZE", "POOL", "SPLITS", "TILE", "FlashAttention",
-    "FlashAttentionPrefill", "FlashInferDecode", "FlashInferPrefill", "FlashInferVerify", "FlexDecode", "PagedCache", "PooledCache",
+    "CORES", "HEADS", "KV_HEADS", "KV_PAGES", "PAGES", "PAGE_SIZE", "POOL", "SM_PARTS", "SPLITS", "TILE", "FlashAttention",
+    "FlashAttentionPrefill", "FlashInferDecode", "FlashInferPrefill", "FlashInferVerify", "FlashMLA", "FlexDecode", "PagedCache", "PooledCache",
     "TritonDecode", "TritonDecodeBalanced",
 ]
 # fmt: on

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 SPLITS: Final = 4
 TILE: Final = 5
+SM_PARTS: Final = 7
 KV_PAGES: Final = 41
 Table = Sequence[Sequence[int]]
 
@@ -36,6 +37,7 @@ class Requests:
     splits: int = SPLITS
     cores: int = 20
     tile: int = TILE
+    parts: int = SM_PARTS
     kv_pages: int = KV_PAGES
 
     def pages_of(self, request: int) -> list[int]:
@@ -145,12 +147,47 @@ def flex_decode(one: Requests) -> dict[str, Any]:
     }
 
 
+def mla_schedule(lens: Sequence[int], block: int, parts: int) -> tuple[list[list[int]], list[int]]:
+    """FlashMLA's get_mla_metadata: parts one by one, each of which takes requests, or blocks of one, while it can.
+
+    For idle parts the library reads the first block behind the end of its array; no kernel uses that, 0 here.
+    """
+    blocks = [max(math.ceil(length / block), 1) for length in lens]
+    share = math.ceil(sum(count + 5 for count in blocks) / parts) + 5
+    rows, splits, request, done, split = [], [0], 0, 0, 0
+    for _ in range(parts):
+        first, begin, begin_split, left = request, done, split, share
+        while request < len(lens):
+            if left < blocks[request] - done + 5:
+                if left > 5:
+                    done, split = done + left - 5, split + 1
+                break
+            left -= blocks[request] - done + 5
+            splits.append(splits[-1] + split + 1)
+            request, done, split = request + 1, 0, 0
+        last = request if done else request - 1
+        end = done or (blocks[last] if lens[last] else 0)
+        is_split = [begin > 0, end != blocks[last] and lens[last] > 0]
+        if first == last:
+            is_split = [any(is_split)] * 2
+        rows.append([first, last, begin, end, begin_split, *map(int, is_split), 0])
+    assert (request, done) == (len(lens), 0)
+    return rows, splits
+
+
+def flash_mla(one: Requests) -> dict[str, Any]:
+    """What FlashMLA's first call makes for all layers."""
+    rows, splits = mla_schedule(one.lens, one.page, one.parts)
+    return {"tile_scheduler_metadata": rows, "num_splits": splits}
+
+
 BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
     "FlashInferDecode": flashinfer,
     "FlashInferVerify": flashinfer_queries,
     "FlashInferPrefill": flashinfer_queries,
     "FlashAttention": flash_attention,
     "FlashAttentionPrefill": flash_attention,
+    "FlashMLA": flash_mla,
     "FlexDecode": flex_decode,
     "TritonDecode": triton_decode,
     "TritonDecodeBalanced": triton_decode_balanced,

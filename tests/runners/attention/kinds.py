@@ -51,6 +51,7 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
         attention.SPLITS: one.splits,
         attention.CORES: one.cores,
         attention.TILE: one.tile,
+        attention.SM_PARTS: one.parts,
         attention.KV_PAGES: one.kv_pages,
     }
     return {axis: size for axis, size in known.items() if axis in inputs.slotgraph.axes}

@@ -12,7 +12,7 @@ from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.engine.compiled import AS_ONE
 from tests.runners.attention import kinds
-from tests.runners.attention.builders import BUILDERS, Requests, flashinfer, split_counts
+from tests.runners.attention.builders import BUILDERS, Requests, flashinfer, mla_schedule, split_counts
 
 EVEN = [name for name in BUILDERS if not kinds.is_ragged(name)]
 RAGGED = [name for name in BUILDERS if kinds.is_ragged(name)]
@@ -56,7 +56,7 @@ def test_filled_slots_are_the_builders(name: str, page: int, backend: Backend) -
 
 
 def test_the_builders_make_the_libraries_values() -> None:
-    """Values that the libraries' own sources gave: FlashInfer's example, and SGLang's kernel under an interpreter."""
+    """Values that the libraries' own sources gave: FlashInfer's example, SGLang's kernel, FlashMLA's kernel on a CPU."""
     one = Requests(
         lens=[17 * 16 + 1, 12 * 16 + 7, 5 * 16], table=[[*range(i, i + 20)] for i in (1, 30, 60)], queries=[], page=16,
         pages=20,
@@ -69,6 +69,9 @@ def test_the_builders_make_the_libraries_values() -> None:
     assert split_counts([1, 7, 60, 400], 1, 32, 8, 8, 132) == [1, 1, 2, 8]
     assert split_counts([4096, 131072], 2, 16, 1, 16, 132) == [1, 1, 16, 16]
     assert split_counts([1000, 1100, 1200], 1, 8, 8, 8, 78) == [7, 8, 8]
+    rows, splits = mla_schedule([300, 1, 900], 64, 4)
+    assert rows[1:3] == [[1, 2, 0, 3, 0, 0, 1, 0], [2, 2, 3, 12, 1, 1, 1, 0]]
+    assert (rows[0], rows[3], splits) == ([0, 0, 0, 5, 0, 0, 0, 0], [2, 2, 12, 15, 2, 1, 1, 0], [0, 1, 2, 5])
 
 
 @pytest.mark.slow
