@@ -11,7 +11,7 @@ from ...dataflow.capabilities import SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, constant, copied, staged
 from . import layouts
-from .layouts import CORES, HEADS, KV_HEADS, KV_PAGES, PAGE_SIZE, PAGES, POOL, SM_PARTS, SPLITS, TILE
+from .layouts import CORES, HEAD_BLOCKS, PAGE_SIZE, PAGES, POOL, SM_PARTS, SPLITS, TILE
 
 
 class PagedCache(Inputs):
@@ -116,8 +116,8 @@ class FlashMLA(PagedCache):
     """Decode by FlashMLA's dense kernel: how its work is spread over parts of the device.
 
     The schedule is that of FlashMLA (deepseek-ai/FlashMLA, csrc/smxx/decode/get_decoding_sched_meta and csrc/params.h,
-    commit 9241ae3). Its pages have 64 tokens. SM_PARTS is multiprocessors // KV_HEADS // ceil(query tokens * heads /
-    KV_HEADS / 64), at least 1. Give both tensors to a `FlashMLASchedMeta`. All requests of the bucket decide how each is
+    commit 9241ae3). Its pages have 64 tokens. SM_PARTS is CORES // heads of keys // ceil(WIDTH * query heads / heads
+    of keys / 64), at least 1. Give both tensors to a `FlashMLASchedMeta`. All requests of the bucket decide how each is
     split, padded ones too: `check` reports that as poison in seq_lens, unless you declare it again with poison=().
 
     cost_offsets: where each request's work begins, in blocks and the cost of beginning with a request.
@@ -138,20 +138,17 @@ class FlexDecode(PagedCache):
 
     They are those of `create_block_mask` and `PagedAttention.convert_logical_block_mask` of torch 2.13
     (torch/nn/attention/flex_attention.py and torch/nn/attention/experimental/_paged_attention.py). Each request has one
-    query token, and sees all of its tokens. Give them to `BlockMask.from_kv_blocks`.
+    query token, and sees all of its tokens. Give them to `BlockMask.from_kv_blocks`, with `page_table[:, None, None]` as
+    full_kv_indices, and a mask for the last page: whether the place in the page is below seq_lens % PAGE_SIZE.
 
-    full_kv_num_blocks: full pages, to which the kernel applies no mask.
-    full_kv_indices: the pages in order; no kernel reads those behind the full ones.
+    full_kv_num_blocks: full pages, the first ones of page_table, to which the kernel applies no mask.
     kv_num_blocks: 1 if the last page is not full, else 0.
     kv_indices: that page first, then the others, which no kernel reads.
-    physical_to_logical: for the mask, which of a request's pages a page of the cache is; -1 if it is none.
     """
 
     full_kv_num_blocks: Tensor = computed(layouts.full_page_counts, shape=(BATCH, 1, 1), dtype=int32)
-    full_kv_indices: Tensor = computed(layouts.full_page_indices, shape=(BATCH, 1, 1, PAGES), dtype=int32)
     kv_num_blocks: Tensor = computed(layouts.part_page_counts, shape=(BATCH, 1, 1), dtype=int32)
     kv_indices: Tensor = computed(layouts.part_page_indices, shape=(BATCH, 1, 1, PAGES), dtype=int32)
-    physical_to_logical: Tensor = computed(layouts.logical_pages, shape=(BATCH, KV_PAGES), dtype=int64)
 
 
 class TritonDecode(PagedCache):
@@ -179,16 +176,15 @@ class TritonDecodeBalanced(TritonDecode, drop=["split_tile_size"]):
     request of the bucket, padded ones too, so that a request's result differs in its last bits by batch and bucket.
     `check` reports that as poison in seq_lens: declare seq_lens again with poison=() if you accept it.
 
-    num_heads: the size of HEADS, for num_kv_splits.
-    num_kv_heads: the size of KV_HEADS, for num_kv_splits.
+    head_blocks: the size of HEAD_BLOCKS: the query heads of this rank, or, if several share a head of keys, these heads
+        divided by as many, 16 at most, and rounded up.
     max_kv_splits: the size of SPLITS, for num_kv_splits and for the buffers that parts of the results go to.
     num_cores: the size of CORES, for scaled_cores.
     scaled_cores: by the length of the longest request, how many parts keep the device busy.
     num_kv_splits: how many parts each token's keys have: at most SPLITS.
     """
 
-    num_heads: Tensor = constant(HEADS, shape=1, dtype=int32)
-    num_kv_heads: Tensor = constant(KV_HEADS, shape=1, dtype=int32)
+    head_blocks: Tensor = constant(HEAD_BLOCKS, shape=1, dtype=int32)
     max_kv_splits: Tensor = constant(SPLITS, shape=1, dtype=int32)
     num_cores: Tensor = constant(CORES, shape=1, dtype=int32)
     scaled_cores: Tensor = constant(layouts.cores_by_length, shape=PAGES * PAGE_SIZE + 1, dtype=int32)

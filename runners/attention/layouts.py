@@ -3,7 +3,7 @@
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, int32
 
 from ...dataflow.axes import BATCH, WIDTH, Axis, Step
 
@@ -11,17 +11,12 @@ PAGES: Final = Axis("PAGES", fixed=True)
 """The most pages that one request may have."""
 PAGE_SIZE: Final = Axis("PAGE_SIZE", fixed=True)
 """Tokens in one page of the KV cache."""
-KV_PAGES: Final = Axis("KV_PAGES", fixed=True)
-"""Pages of the whole KV cache, page 0 included."""
 POOL: Final = Axis("POOL", fixed=True)
 """Rows of the table of a pool of requests, the reserved row 0 included."""
-
 CORES: Final = Axis("CORES", fixed=True)
 """Multiprocessors of the device."""
-HEADS: Final = Axis("HEADS", fixed=True)
-"""Query heads of this rank."""
-KV_HEADS: Final = Axis("KV_HEADS", fixed=True)
-"""Heads of keys and values of this rank."""
+HEAD_BLOCKS: Final = Axis("HEAD_BLOCKS", fixed=True)
+"""Programs of a Triton kernel that share one token's query heads."""
 SPLITS: Final = Axis("SPLITS", fixed=True)
 """The most parts that a request's keys are split into."""
 SM_PARTS: Final = Axis("SM_PARTS", fixed=True)
@@ -32,12 +27,17 @@ TILE: Final = Axis("TILE", fixed=True)
 
 def offsets(lengths: Tensor) -> Tensor:
     """Return where each request's items begin, and behind them the total: int32, one more than there are requests."""
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=int32), (1, 0))
 
 
-def page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
-    """Return how many pages each request has."""
-    return _divided_up(seq_lens, page_size)
+def _divided_up(number: Tensor, divisor: Tensor | int) -> Tensor:
+    return (number + divisor - 1) // divisor
+
+
+def _located(offsets: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each place the last item that begins there or before, and how far behind its beginning the place is."""
+    items = torch.searchsorted(offsets, places, right=True) - 1
+    return items, places - offsets[items]
 
 
 def length_offsets(seq_lens: Tensor) -> Tensor:
@@ -52,21 +52,19 @@ def query_offsets(extend_seq_lens: Tensor) -> Tensor:
 
 def even_offsets(step: Step) -> Tensor:
     """Return the offsets of query tokens if each request has WIDTH of them, at full capacity."""
-    return torch.arange(step.padded(BATCH) + 1, dtype=torch.int32, device="cpu") * step.padded(WIDTH)
+    return torch.arange(step.padded(BATCH) + 1, dtype=int32, device="cpu") * step.padded(WIDTH)
 
 
 def page_offsets(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return the offsets of each request's pages."""
-    return offsets(page_counts(seq_lens, page_size))
+    return offsets(_divided_up(seq_lens, page_size))
 
 
 def _packed(indptr: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each place of a packed list whether it is in use, and the request and the item that it holds."""
-    places = torch.arange(capacity, dtype=torch.int32, device=indptr.device)
-    owners = torch.searchsorted(indptr[1:], places, right=True)
-    in_use = owners < indptr.shape[0] - 1
-    requests = torch.where(in_use, owners, 0)
-    return in_use, requests, torch.where(in_use, places - indptr[requests], 0)
+    requests, items = _located(indptr, torch.arange(capacity, dtype=int32, device=indptr.device))
+    in_use = requests < indptr.shape[0] - 1
+    return in_use, torch.where(in_use, requests, 0), torch.where(in_use, items, 0)
 
 
 def packed_pages(page_table: Tensor, kv_indptr: Tensor) -> Tensor:
@@ -84,12 +82,12 @@ def packed_tokens(page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out:
 
 def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return the tokens in each request's last page: 0 for a request without tokens, else 1 to the page's size."""
-    return (seq_lens - (page_counts(seq_lens, page_size) - 1).clamp(min=0) * page_size).to(torch.int32)
+    return (seq_lens - (_divided_up(seq_lens, page_size) - 1).clamp(min=0) * page_size).to(int32)
 
 
 def lengths_in_int32(seq_lens: Tensor) -> Tensor:
     """Return the lengths in the dtype that kernels take."""
-    return seq_lens.to(torch.int32)
+    return seq_lens.to(int32)
 
 
 def cores_by_length(step: Step) -> Tensor:
@@ -99,31 +97,23 @@ def cores_by_length(step: Step) -> Tensor:
     whole numbers only.
     """
     lengths = torch.arange(step.padded(PAGES * PAGE_SIZE) + 1, dtype=torch.float32, device="cpu")
-    return (step.padded(CORES) * (lengths / 64).log2().clamp(min=1)).to(torch.int32)
+    return (step.padded(CORES) * (lengths / 64).log2().clamp(min=1)).to(int32)
 
 
-def split_counts(  # noqa: PLR0913 - each is a slot
-    seq_lens: Tensor,
-    scaled_cores: Tensor,
-    num_heads: Tensor,
-    num_kv_heads: Tensor,
-    max_kv_splits: Tensor,
-    out: Tensor,
+def split_counts(
+    seq_lens: Tensor, scaled_cores: Tensor, head_blocks: Tensor, max_kv_splits: Tensor, out: Tensor
 ) -> None:
     """Write into how many parts each token's keys are split: more for longer requests, and for small batches.
 
-    A chunk is as long as the shortest request, or as makes one part a core, whichever gives more parts.
+    A part is as long as the shortest request, or as makes one program a core, whichever gives more parts.
     """
     longest, shortest = seq_lens.amax(0, keepdim=True), seq_lens.amin(0, keepdim=True)
     shortest = torch.where(longest * 8 < shortest * 10, longest, shortest).clamp(min=1)
-    group = num_heads // num_kv_heads
-    head_blocks = torch.where(group == 1, num_heads, _divided_up(num_heads, group.clamp(max=16)))
-    by_length = _divided_up(longest, shortest)
-    by_cores = _divided_up(scaled_cores[longest.clamp(max=scaled_cores.shape[0] - 1)], head_blocks * out.shape[0])
-    parts = [torch.minimum(one, max_kv_splits) for one in (by_length, by_cores)]
-    chunks = [_divided_up(longest, one).clamp(min=1) for one in parts]
-    counts = torch.maximum(*[_divided_up(seq_lens, one) for one in chunks])
-    _write_by_token(counts, out)
+    counts = []
+    for parts in (_divided_up(longest, shortest), _divided_up(scaled_cores[longest], head_blocks * out.shape[0])):
+        keys = _divided_up(longest, torch.minimum(parts, max_kv_splits)).clamp(min=1)
+        counts.append(_divided_up(seq_lens, keys))
+    _write_by_token(torch.maximum(*counts), out)
 
 
 def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
@@ -136,40 +126,22 @@ def _write_by_token(values: Tensor, out: Tensor) -> None:
     out.copy_(values[:, None].expand(-1, out.shape[0] // values.shape[0]).flatten())
 
 
-def _divided_up(number: Tensor, divisor: Tensor) -> Tensor:
-    return (number + divisor - 1) // divisor
-
-
 def full_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return how many pages of each request are full, as flex attention shapes it."""
-    return (seq_lens // page_size).to(torch.int32)[:, None, None]
+    return (seq_lens // page_size).to(int32)[:, None, None]
 
 
 def part_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return 1 for each request whose last page is not full, else 0, as flex attention shapes it."""
-    return (seq_lens % page_size > 0).to(torch.int32)[:, None, None]
-
-
-def full_page_indices(page_table: Tensor) -> Tensor:
-    """Return each request's pages in their order, of which the first are full."""
-    return page_table[:, None, None]
+    return (seq_lens % page_size > 0).to(int32)[:, None, None]
 
 
 def part_page_indices(page_table: Tensor, full_kv_num_blocks: Tensor, kv_num_blocks: Tensor) -> Tensor:
     """Return each request's pages with the one that is not full, if there is one, in front of all others."""
     columns = torch.arange(page_table.shape[1], device=page_table.device)
-    last = full_kv_num_blocks[:, 0]
-    moved = torch.where(columns == 0, last, columns - (columns <= last).long())
-    return page_table.gather(1, torch.where(kv_num_blocks[:, 0] > 0, moved, columns))[:, None, None]
-
-
-def logical_pages(page_table: Tensor, seq_lens: Tensor, page_size: Tensor, out: Tensor) -> None:
-    """Write for each page of the cache which of a request's pages it is, and -1 if the request does not have it."""
-    columns = torch.arange(page_table.shape[1], device=out.device).expand(page_table.shape)
-    is_used = columns < page_counts(seq_lens, page_size)[:, None]
-    places = torch.where(is_used, page_table, out.shape[1]).long()  # unused ones go behind the last page
-    room = torch.full((out.shape[0], out.shape[1] + 1), -1, device=out.device)
-    out.copy_(room.scatter(1, places, columns)[:, :-1])
+    front = (full_kv_num_blocks * kv_num_blocks)[:, 0]
+    order = torch.where(columns == 0, front, columns - (columns <= front).long())
+    return page_table.gather(1, order)[:, None, None]
 
 
 _OVERHEAD: Final = 5
@@ -178,7 +150,7 @@ _OVERHEAD: Final = 5
 
 def block_costs(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return the offsets of each request's work: its blocks, at least one, and the cost of beginning with it."""
-    return offsets(page_counts(seq_lens, page_size).clamp(min=1) + _OVERHEAD)
+    return offsets(_divided_up(seq_lens, page_size).clamp(min=1) + _OVERHEAD)
 
 
 def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
@@ -187,46 +159,39 @@ def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
     A part takes whole requests while its share lasts, and then blocks of the next one, if it can begin with that. Where
     a part ends depends on where it begins: `ends` has this for each place, then for two parts at once, four, and so on.
     """
-    requests, parts = page_table.shape[0], out.shape[0] - 1
-    places = torch.arange(requests * (page_table.shape[1] + _OVERHEAD) + 1, device=out.device, dtype=torch.int32)
+    work, parts = page_table.numel() + page_table.shape[0] * _OVERHEAD, out.shape[0] - 1
+    places = torch.arange(work + 1, dtype=int32, device=out.device)
     reach = places + _divided_up(cost_offsets[-1:], parts) + _OVERHEAD
-    whole = torch.searchsorted(cost_offsets, reach, right=True) - 1
-    taken = torch.maximum(cost_offsets[whole], places)
-    ends = torch.where((whole < requests) & (reach - taken > _OVERHEAD), reach - _OVERHEAD, taken)
+    unused = _located(cost_offsets, reach)[1].clamp(max=_OVERHEAD)
+    ends = torch.minimum(reach - unused, cost_offsets[-1:])
     number = torch.arange(parts + 1, device=out.device)
-    starts, step = torch.zeros_like(number, dtype=torch.int32), 1
+    starts, step = torch.zeros_like(number, dtype=int32), 1
     while step <= parts:
         starts = torch.where(number // step % 2 > 0, ends[starts], starts)
-        ends, step = ends[ends.clamp(max=ends.shape[0] - 1)], step * 2
+        ends, step = ends[ends], step * 2
     out.copy_(starts)
 
 
 def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) -> Tensor:
     """Return for each part its first and last request, blocks of these, first split, and whether they are split."""
-    blocks = (cost_offsets[1:] - cost_offsets[:-1]) - _OVERHEAD
-    first = torch.searchsorted(cost_offsets, part_offsets[:-1], right=True) - 1
-    begin = part_offsets[:-1] - cost_offsets[first]
+    first, begin = _located(cost_offsets, part_offsets[:-1])
+    last, end = _located(cost_offsets, part_offsets[1:])
+    is_cut = end > 0
+    last = torch.where(is_cut, last, last - 1)
+    blocks = cost_offsets[last + 1] - cost_offsets[last] - _OVERHEAD
+    end = torch.where(is_cut, end, torch.where(seq_lens[last] > 0, blocks, 0))
     before = torch.searchsorted(part_offsets, cost_offsets[first], right=True)
     split = (torch.arange(1, first.shape[0] + 1, device=first.device) - before).clamp(min=0)
-    last = torch.searchsorted(cost_offsets, part_offsets[1:], right=True) - 1
-    end = part_offsets[1:] - cost_offsets[last]
-    last = torch.where(end > 0, last, last - 1)
-    has_tokens = seq_lens[last] > 0
-    end = torch.where(end > 0, end, torch.where(has_tokens, blocks[last], 0))
-    ends_inside = (end != blocks[last]) & has_tokens
-    is_one = first == last
-    first_is_split = (begin > 0) | (is_one & ends_inside)
-    last_is_split = ends_inside | (is_one & (begin > 0))
-    columns = (first, last, begin, end, split, first_is_split, last_is_split, torch.zeros_like(first))
-    return torch.stack([one.to(torch.int32) for one in columns], 1)
+    either = (first == last) & ((begin > 0) | is_cut)
+    columns = (first, last, begin, end, split, (begin > 0) | either, is_cut | either, torch.zeros_like(first))
+    return torch.stack([one.to(int32) for one in columns], 1)
 
 
 def split_offsets(cost_offsets: Tensor, part_offsets: Tensor) -> Tensor:
     """Return the offsets of each request's splits: one, and one more for each part that begins inside of it."""
-    owners = torch.searchsorted(cost_offsets, part_offsets, right=True) - 1
-    is_inside = part_offsets > cost_offsets[owners]
-    inside = (is_inside & (part_offsets < cost_offsets[:, None])).sum(1)
-    return (torch.arange(cost_offsets.shape[0], device=inside.device) + inside).to(torch.int32)
+    is_cut = _located(cost_offsets, part_offsets)[1] > 0
+    cuts = (is_cut & (part_offsets < cost_offsets[:, None])).sum(1)
+    return (torch.arange(cuts.shape[0], device=cuts.device) + cuts).to(int32)
 
 
 def pooled_pages(req_to_token: Tensor, req_pool_indices: Tensor, page_size: Tensor, out: Tensor) -> None:

@@ -7,11 +7,11 @@ from slotgraph.runners.attention.kernels import (
     PagedCache, PooledCache, TritonDecode, TritonDecodeBalanced,
 )
 from slotgraph.runners.attention.layouts import (
-    CORES, HEADS, KV_HEADS, KV_PAGES, PAGES, PAGE_SIZE, POOL, SM_PARTS, SPLITS, TILE,
+    CORES, HEAD_BLOCKS, PAGES, PAGE_SIZE, POOL, SM_PARTS, SPLITS, TILE,
 )
 
 __all__ = [
-    "CORES", "HEADS", "KV_HEADS", "KV_PAGES", "PAGES", "PAGE_SIZE", "POOL", "SM_PARTS", "SPLITS", "TILE", "FlashAttention",
+    "CORES", "HEAD_BLOCKS", "PAGES", "PAGE_SIZE", "POOL", "SM_PARTS", "SPLITS", "TILE", "FlashAttention",
     "FlashAttentionPrefill", "FlashInferDecode", "FlashInferPrefill", "FlashInferVerify", "FlashMLA", "FlexDecode", "PagedCache", "PooledCache",
     "TritonDecode", "TritonDecodeBalanced",
 ]

@@ -90,21 +90,19 @@ def flash_mla(view: Any, cache: Tensor, page: int) -> Tensor:
 
 def flex_decode(view: Any, cache: Tensor, page: int) -> Tensor:
     """As a flex kernel reads: full pages without a mask, and one with it."""
-    rows = torch.arange(view.seq_lens.shape[0], device=cache.device)
     pages, found = cache.view(-1, page, cache.shape[1]), []
     for counts, indices in (
-        (view.full_kv_num_blocks, view.full_kv_indices),
+        (view.full_kv_num_blocks, view.page_table[:, None, None]),
         (view.kv_num_blocks, view.kv_indices),
     ):
         chosen = indices[:, 0, 0].long()
-        logical = view.physical_to_logical[rows[:, None], chosen]
-        positions = logical[:, :, None] * page + torch.arange(page, device=cache.device)
+        offsets = torch.arange(page, device=cache.device)
         used = torch.arange(chosen.shape[1], device=cache.device) < counts[:, 0]
-        masked = positions < view.seq_lens[:, None, None]
+        masked = offsets < (view.seq_lens % page)[:, None, None]
         seen = used[:, :, None] & (masked | (counts is view.full_kv_num_blocks))
         found.append((pages[chosen].flatten(1, 2), seen.flatten(1)))
     keys, seen = torch.cat([keys for keys, _ in found], 1), torch.cat([seen for _, seen in found], 1)
-    owned = torch.eye(rows.shape[0], dtype=torch.bool, device=cache.device)
+    owned = torch.eye(keys.shape[0], dtype=torch.bool, device=cache.device)
     return attend(view.queries, keys.flatten(0, 1), (owned[:, :, None] & seen).flatten(1))[0]
 
 

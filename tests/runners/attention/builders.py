@@ -16,7 +16,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 SPLITS: Final = 4
 TILE: Final = 5
 SM_PARTS: Final = 7
-KV_PAGES: Final = 41
 Table = Sequence[Sequence[int]]
 
 
@@ -38,7 +37,6 @@ class Requests:
     cores: int = 20
     tile: int = TILE
     parts: int = SM_PARTS
-    kv_pages: int = KV_PAGES
 
     def pages_of(self, request: int) -> list[int]:
         """The pages that a request uses."""
@@ -129,11 +127,8 @@ def triton_decode_balanced(one: Requests) -> dict[str, Any]:
 def flex_decode(one: Requests) -> dict[str, Any]:
     """Torch's own: a mask over logical blocks, converted by its class for paged caches."""
     rows, most, lens = len(one.lens), one.pages * one.page, torch.tensor(one.lens)
-    paged = PagedAttention(one.kv_pages, one.page, rows, device="cpu")
+    paged = PagedAttention(41, one.page, rows, device="cpu")
     paged.page_table[:, : one.pages] = torch.tensor(one.table)
-    for i in range(rows):
-        for logical, page in enumerate(one.pages_of(i)):
-            paged.physical_to_logical[i, page] = logical
     mask = create_block_mask(lambda b, _h, _q, kv: kv < lens[b], rows, 1, 1, most, "cpu", (1, one.page))
     made = paged.convert_logical_block_mask(mask)
     assert made.full_kv_num_blocks is not None
@@ -142,8 +137,7 @@ def flex_decode(one: Requests) -> dict[str, Any]:
         "kv_num_blocks": made.kv_num_blocks.tolist(),
         "kv_indices": made.kv_indices[..., : one.pages].tolist(),
         "full_kv_num_blocks": made.full_kv_num_blocks.tolist(),
-        "full_kv_indices": made.full_kv_indices[..., : one.pages].tolist(),
-        "physical_to_logical": paged.physical_to_logical.tolist(),
+        "page_table": made.full_kv_indices[:, 0, 0, : one.pages].tolist(),
     }
 
 

@@ -46,13 +46,11 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
     known = {
         attention.PAGES: PAGES,
         attention.PAGE_SIZE: page,
-        attention.HEADS: one.heads,
-        attention.KV_HEADS: one.kv_heads,
+        attention.HEAD_BLOCKS: one.heads // min(16, one.heads // one.kv_heads),
         attention.SPLITS: one.splits,
         attention.CORES: one.cores,
         attention.TILE: one.tile,
         attention.SM_PARTS: one.parts,
-        attention.KV_PAGES: one.kv_pages,
     }
     return {axis: size for axis, size in known.items() if axis in inputs.slotgraph.axes}
 
