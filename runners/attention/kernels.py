@@ -11,7 +11,7 @@ from ...dataflow.capabilities import SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, constant, copied, staged
 from . import layouts
-from .layouts import CORES, HEAD_BLOCKS, PAGE_SIZE, PAGES, POOL, SM_PARTS, SPLITS, TILE
+from .layouts import PAGE_SIZE, PAGES, POOL, SM_PARTS, TILE
 
 
 class PagedCache(Inputs):
@@ -116,7 +116,7 @@ class FlashMLA(PagedCache):
     """Decode by FlashMLA's dense kernel: how its work is spread over parts of the device.
 
     The schedule is that of FlashMLA (deepseek-ai/FlashMLA, csrc/smxx/decode/get_decoding_sched_meta and csrc/params.h,
-    commit 9241ae3). Its pages have 64 tokens. SM_PARTS is CORES // heads of keys // ceil(WIDTH * query heads / heads
+    commit 9241ae3). Its pages have 64 tokens. SM_PARTS is multiprocessors // heads of keys // ceil(WIDTH * query heads / heads
     of keys / 64), at least 1. Give both tensors to a `FlashMLASchedMeta`. All requests of the bucket decide how each is
     split, padded ones too: `check` reports that as poison in seq_lens, unless you declare it again with poison=().
 
@@ -167,25 +167,3 @@ class TritonDecode(PagedCache):
     kv_indices: Tensor = computed(layouts.packed_tokens, shape=BATCH * PAGES * PAGE_SIZE, dtype=int64)
     split_tile_size: Tensor = constant(TILE, shape=1, dtype=int32)
     num_kv_splits: Tensor = computed(layouts.tile_counts, shape=TOKENS, dtype=int32)
-
-
-class TritonDecodeBalanced(TritonDecode, drop=["split_tile_size"]):
-    """As its base, with as many parts as keep the device busy: SGLang's default.
-
-    The counts are those of SGLang (layers/attention/triton_ops/metadata.py, commit bdd1bcd). They depend on every
-    request of the bucket, padded ones too, so that a request's result differs in its last bits by batch and bucket.
-    `check` reports that as poison in seq_lens: declare seq_lens again with poison=() if you accept it.
-
-    head_blocks: the size of HEAD_BLOCKS: the query heads of this rank, or, if several share a head of keys, these heads
-        divided by as many, 16 at most, and rounded up.
-    max_kv_splits: the size of SPLITS, for num_kv_splits and for the buffers that parts of the results go to.
-    num_cores: the size of CORES, for scaled_cores.
-    scaled_cores: by the length of the longest request, how many parts keep the device busy.
-    num_kv_splits: how many parts each token's keys have: at most SPLITS.
-    """
-
-    head_blocks: Tensor = constant(HEAD_BLOCKS, shape=1, dtype=int32)
-    max_kv_splits: Tensor = constant(SPLITS, shape=1, dtype=int32)
-    num_cores: Tensor = constant(CORES, shape=1, dtype=int32)
-    scaled_cores: Tensor = constant(layouts.cores_by_length, shape=PAGES * PAGE_SIZE + 1, dtype=int32)
-    num_kv_splits: Tensor = computed(layouts.split_counts, shape=TOKENS, dtype=int32)

@@ -13,12 +13,6 @@ PAGE_SIZE: Final = Axis("PAGE_SIZE", fixed=True)
 """Tokens in one page of the KV cache."""
 POOL: Final = Axis("POOL", fixed=True)
 """Rows of the table of a pool of requests, the reserved row 0 included."""
-CORES: Final = Axis("CORES", fixed=True)
-"""Multiprocessors of the device."""
-HEAD_BLOCKS: Final = Axis("HEAD_BLOCKS", fixed=True)
-"""Programs of a Triton kernel that share one token's query heads."""
-SPLITS: Final = Axis("SPLITS", fixed=True)
-"""The most parts that a request's keys are split into."""
 SM_PARTS: Final = Axis("SM_PARTS", fixed=True)
 """Parts of the device that FlashMLA spreads its work over."""
 TILE: Final = Axis("TILE", fixed=True)
@@ -90,40 +84,10 @@ def lengths_in_int32(seq_lens: Tensor) -> Tensor:
     return seq_lens.to(int32)
 
 
-def cores_by_length(step: Step) -> Tensor:
-    """Return, for each length of the longest request, as how many cores the device counts: more for longer ones.
-
-    The formula is int(cores * max(log2(length / 64), 1)), in float32. The table is made once, so that a step needs
-    whole numbers only.
-    """
-    lengths = torch.arange(step.padded(PAGES * PAGE_SIZE) + 1, dtype=torch.float32, device="cpu")
-    return (step.padded(CORES) * (lengths / 64).log2().clamp(min=1)).to(int32)
-
-
-def split_counts(
-    seq_lens: Tensor, scaled_cores: Tensor, head_blocks: Tensor, max_kv_splits: Tensor, out: Tensor
-) -> None:
-    """Write into how many parts each token's keys are split: more for longer requests, and for small batches.
-
-    A part is as long as the shortest request, or as makes one program a core, whichever gives more parts.
-    """
-    longest, shortest = seq_lens.amax(0, keepdim=True), seq_lens.amin(0, keepdim=True)
-    shortest = torch.where(longest * 8 < shortest * 10, longest, shortest).clamp(min=1)
-    counts = []
-    for parts in (_divided_up(longest, shortest), _divided_up(scaled_cores[longest], head_blocks * out.shape[0])):
-        keys = _divided_up(longest, torch.minimum(parts, max_kv_splits)).clamp(min=1)
-        counts.append(_divided_up(seq_lens, keys))
-    _write_by_token(torch.maximum(*counts), out)
-
-
 def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
-    """Write into how many parts of one size each token's keys are split."""
-    _write_by_token(_divided_up(seq_lens, split_tile_size), out)
-
-
-def _write_by_token(values: Tensor, out: Tensor) -> None:
-    """Write each request's value to all of its tokens, of which every request has as many."""
-    out.copy_(values[:, None].expand(-1, out.shape[0] // values.shape[0]).flatten())
+    """Write into how many parts of one size each token's keys are split. Every request has as many tokens."""
+    counts = _divided_up(seq_lens, split_tile_size)
+    out.copy_(counts[:, None].expand(-1, out.shape[0] // counts.shape[0]).flatten())
 
 
 def full_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:

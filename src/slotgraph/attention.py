@@ -4,16 +4,16 @@
 from slotgraph import _publish  # noqa: I001 - several names a line
 from slotgraph.runners.attention.kernels import (
     FlashAttention, FlashAttentionPrefill, FlashInferDecode, FlashInferPrefill, FlashInferVerify, FlashMLA, FlexDecode,
-    PagedCache, PooledCache, TritonDecode, TritonDecodeBalanced,
+    PagedCache, PooledCache, TritonDecode,
 )
 from slotgraph.runners.attention.layouts import (
-    CORES, HEAD_BLOCKS, PAGES, PAGE_SIZE, POOL, SM_PARTS, SPLITS, TILE,
+    PAGES, PAGE_SIZE, POOL, SM_PARTS, TILE,
 )
 
 __all__ = [
-    "CORES", "HEAD_BLOCKS", "PAGES", "PAGE_SIZE", "POOL", "SM_PARTS", "SPLITS", "TILE", "FlashAttention",
+    "PAGES", "PAGE_SIZE", "POOL", "SM_PARTS", "TILE", "FlashAttention",
     "FlashAttentionPrefill", "FlashInferDecode", "FlashInferPrefill", "FlashInferVerify", "FlashMLA", "FlexDecode", "PagedCache", "PooledCache",
-    "TritonDecode", "TritonDecodeBalanced",
+    "TritonDecode",
 ]
 # fmt: on
 

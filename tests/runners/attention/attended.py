@@ -66,26 +66,22 @@ def flash_attention(view: Any, cache: Tensor, page: int) -> Tensor:
 
 def flash_mla(view: Any, cache: Tensor, page: int) -> Tensor:
     """As FlashMLA's kernels run: each part of the device its blocks, and then each request's splits put together."""
-    meta, lens = view.tile_scheduler_metadata.long(), view.seq_lens
-    requests = lens.shape[0]
     places = (view.page_table.long()[:, :, None] * page + torch.arange(page, device=cache.device)).flatten(1)
-    positions = torch.arange(places.shape[1], device=cache.device)
-    rows, last = last_seen(lens, even(view), view.queries.shape[0])
-    logs = torch.full((view.queries.shape[0], requests + meta.shape[0]), -torch.inf, device=cache.device)
-    values = torch.zeros(*logs.shape, cache.shape[1], device=cache.device)
-    for part in range(meta.shape[0]):
-        first, final, begin, end, split = meta[part, :5]
-        for request in range(requests):
-            has = (first <= request) & (request <= final)
-            low = torch.where(first == request, begin, 0) * page
-            high = torch.where(final == request, end, view.page_table.shape[1]) * page
-            seen = (positions >= low) & (positions < high) & (positions <= last[:, None]) & (rows == request)[:, None]
-            found, log = attend(view.queries, cache[places[request]], seen & has)
-            place = (view.num_splits[request] + torch.where(first == request, split, 0)).long()
-            mine = (torch.arange(logs.shape[1], device=cache.device) == place) & has & (rows == request)[:, None]
-            logs = torch.where(mine, log[:, None], logs)
-            values = torch.where(mine[:, :, None], found[:, None], values)
-    return (logs.softmax(1)[:, :, None] * values).sum(1)
+    rows, last = last_seen(view.seq_lens, even(view), view.queries.shape[0])
+    keys, positions = cache[places[rows]], torch.arange(places.shape[1], device=cache.device)
+    scores = (keys @ view.queries[:, :, None])[:, :, 0]
+    splits, logs, values = [], [], []
+    for first, final, begin, end, split, *_ in view.tile_scheduler_metadata.long():
+        low = torch.where(first == rows, begin, 0) * page
+        high = torch.where(final == rows, end, view.page_table.shape[1]) * page
+        seen = (positions >= low[:, None]) & (positions < torch.minimum(high, last + 1)[:, None])
+        masked = scores.masked_fill(~(seen & ((first <= rows) & (rows <= final))[:, None]), -1e9)
+        splits.append(view.num_splits[rows] + torch.where(first == rows, split, 0))
+        logs.append(masked.logsumexp(1))
+        values.append((masked.softmax(1)[:, :, None] * keys).sum(1))
+    mine = torch.stack(splits, 1) < view.num_splits[rows + 1][:, None]
+    weights = torch.stack(logs, 1).masked_fill(~mine, -torch.inf).softmax(1)
+    return (weights[:, :, None] * torch.stack(values, 1)).sum(1)
 
 
 def flex_decode(view: Any, cache: Tensor, page: int) -> Tensor:
@@ -132,7 +128,6 @@ ATTENTIONS: Final[dict[str, Attention]] = {
     "FlashMLA": flash_mla,
     "FlexDecode": flex_decode,
     "TritonDecode": triton_decode,
-    "TritonDecodeBalanced": triton_decode,
 }
 
 

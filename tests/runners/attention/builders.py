@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
-import numpy as np
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask
 
-SPLITS: Final = 4
 TILE: Final = 5
 SM_PARTS: Final = 7
 Table = Sequence[Sequence[int]]
@@ -31,10 +29,6 @@ class Requests:
     queries: list[int]
     page: int
     pages: int
-    heads: int = 8
-    kv_heads: int = 2
-    splits: int = SPLITS
-    cores: int = 20
     tile: int = TILE
     parts: int = SM_PARTS
 
@@ -89,24 +83,6 @@ def flash_attention(one: Requests) -> dict[str, Any]:
     }
 
 
-def split_counts(  # noqa: PLR0913, PLR0917 - as the kernel takes them
-    lens: Sequence[int], group: int, heads: int, kv_heads: int, most: int, cores: int
-) -> list[int]:
-    """SGLang's get_num_kv_splits, a token at a time; `group` tokens a request."""
-    longest, shortest = max(lens), max(min(lens), 1)
-    if longest * 8 < shortest * 10:
-        shortest = longest
-    scaled = float(np.float32(cores) * max(np.log2(np.float32(longest) / np.float32(64)), np.float32(1)))
-    blocks = heads if heads == kv_heads else math.ceil(heads / min(16, heads // kv_heads))
-    by_length = min(math.ceil(longest / shortest), most)
-    by_cores = min(math.ceil(int(scaled) / (len(lens) * group * blocks)), most)
-    found = []
-    for length in lens:
-        parts = [math.ceil(length / math.ceil(longest / count)) for count in (by_length, by_cores)]
-        found += [max(parts)] * group
-    return found
-
-
 def triton_decode(one: Requests) -> dict[str, Any]:
     """SGLang's Triton backend: places of tokens, not of pages; parts of one size."""
     group = one.queries[0]
@@ -116,12 +92,6 @@ def triton_decode(one: Requests) -> dict[str, Any]:
         "kv_indices": joined(places, len(one.lens) * one.pages * one.page),
         "num_kv_splits": [math.ceil(length / one.tile) for length in one.lens for _ in range(group)],
     }
-
-
-def triton_decode_balanced(one: Requests) -> dict[str, Any]:
-    """The same, with parts for each multiprocessor."""
-    counts = split_counts(one.lens, one.queries[0], one.heads, one.kv_heads, one.splits, one.cores)
-    return {**triton_decode(one), "num_kv_splits": counts}
 
 
 def flex_decode(one: Requests) -> dict[str, Any]:
@@ -184,6 +154,5 @@ BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
     "FlashMLA": flash_mla,
     "FlexDecode": flex_decode,
     "TritonDecode": triton_decode,
-    "TritonDecodeBalanced": triton_decode_balanced,
 }
 """What makes the slots of each declaration."""

@@ -46,9 +46,6 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
     known = {
         attention.PAGES: PAGES,
         attention.PAGE_SIZE: page,
-        attention.HEAD_BLOCKS: one.heads // min(16, one.heads // one.kv_heads),
-        attention.SPLITS: one.splits,
-        attention.CORES: one.cores,
         attention.TILE: one.tile,
         attention.SM_PARTS: one.parts,
     }
