@@ -4,14 +4,15 @@ seq_lens counts all tokens that attention sees, with those of this step. What is
 graph, compiled as one function where the device can.
 """
 
+import torch
 from torch import Tensor, int32, int64
 
 from ...dataflow.axes import BATCH, TOKENS, WIDTH
-from ...dataflow.capabilities import SEQ_LEN_FILL
+from ...dataflow.capabilities import HOST, SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, constant, copied, staged
 from . import layouts
-from .layouts import PAGE_SIZE, PAGES, POOL, SM_PARTS, TILE
+from .layouts import CHUNK, CHUNKS, PAGE_SIZE, PAGES, POOL, SM_PARTS, TILE
 
 
 class PagedCache(Inputs):
@@ -167,3 +168,72 @@ class TritonDecode(PagedCache):
     kv_indices: Tensor = computed(layouts.packed_tokens, shape=BATCH * PAGES * PAGE_SIZE, dtype=int64)
     split_tile_size: Tensor = constant(TILE, shape=1, dtype=int32)
     num_kv_splits: Tensor = computed(layouts.tile_counts, shape=TOKENS, dtype=int32)
+
+
+class FusedInferAttention(PagedCache):
+    """Fused infer attention of Ascend NPUs, which takes lengths as host parameters; page_table is its `block_table`.
+
+    The arguments are those of `npu_fused_infer_attention_score` with the layout TND, as vllm-ascend's attention_v1.py
+    gives them. Mix in `standard.HostLengths`, too: it has `actual_seq_lengths_kv`.
+
+    actual_seq_lengths: where each request's query tokens end; on the host.
+    """
+
+    actual_seq_lengths: Tensor = computed(
+        layouts.query_ends, shape=BATCH, dtype=int64, placement=HOST, argument="actual_seq_lengths"
+    )
+
+
+class LinearAttention(Inputs):
+    """Prefill of linear attention, whose kernels go chunk by chunk and keep a state for each request.
+
+    Chunks are those of flash-linear-attention (fla-org/flash-linear-attention, fla/ops/utils/index.py, commit 0091f40),
+    the rest is that of vLLM's gated delta net (vllm-project/vllm, vllm/v1/attention/backends/gdn_attn.py, commit
+    007d500).
+
+    extend_seq_lens: new tokens of each request; 0 in padded rows, which have no chunk.
+    extend_prefix_lens: cached tokens before the new ones; 0 in padded rows, which have no cache.
+    state_indices: where each request's state is; kernels pass over -1, in padded rows.
+    query_start_loc: where each request's new tokens begin, and behind them how many there are.
+    has_initial_state: whether a request's state is there; else it begins with zeros.
+    chunk_size: the size of CHUNK, in memory that the device can read.
+    chunk_offsets: where each request's chunks begin, and behind them how many there are.
+    chunk_indices: the request of each chunk, and its number there; those behind the last have no tokens.
+    """
+
+    extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
+    extend_prefix_lens: Tensor = copied(BATCH, dtype=int32, pad=0, converts=(int64,))
+    state_indices: Tensor = copied(BATCH, dtype=int32, pad=-1, poison=())
+    query_start_loc: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
+    has_initial_state: Tensor = computed(layouts.are_cached, shape=BATCH, dtype=torch.bool)
+    chunk_size: Tensor = constant(CHUNK, shape=1, dtype=int32)
+    chunk_offsets: Tensor = computed(layouts.chunk_offsets, shape=BATCH + 1, dtype=int64)
+    chunk_indices: Tensor = computed(layouts.chunk_indices, shape=(CHUNKS, 2), dtype=int32)
+
+
+class LinearAttentionVerify(Inputs):
+    """Linear attention over drafts: a state for each of WIDTH tokens, so that rejected ones can be taken back.
+
+    The layout is that of vLLM's gated delta net (vllm-project/vllm, vllm/v1/attention/backends/gdn_attn.py, commit
+    007d500).
+
+    state_indices: where the states after each token are; kernels pass over -1, in padded rows.
+    num_accepted_tokens: how many tokens of the step before were accepted, which says at which state to begin.
+    query_start_loc: where each request's tokens begin, and behind them how many there are; padded rows have none.
+    """
+
+    state_indices: Tensor = copied(BATCH, WIDTH, dtype=int32, pad=-1, poison=())
+    num_accepted_tokens: Tensor = copied(BATCH, dtype=int32, pad=1)
+    query_start_loc: Tensor = computed(layouts.live_query_offsets, shape=BATCH + 1, dtype=int32)
+
+
+class SparseIndexer(PagedCache):
+    """The indexer of sparse attention in decode and verify, which scores keys for each query token by itself.
+
+    The layout is that of vLLM's for DeepSeek V3.2 (vllm-project/vllm, vllm/v1/attention/backends/mla/indexer.py, commit
+    0023368).
+
+    token_seq_lens: how many keys each query token sees: the request's for its last one, one less for each before it.
+    """
+
+    token_seq_lens: Tensor = computed(layouts.lengths_by_token, shape=TOKENS, dtype=int32)

@@ -5,7 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor, int32
 
-from ...dataflow.axes import BATCH, WIDTH, Axis, Step
+from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Step
 
 PAGES: Final = Axis("PAGES", fixed=True)
 """The most pages that one request may have."""
@@ -15,6 +15,10 @@ POOL: Final = Axis("POOL", fixed=True)
 """Rows of the table of a pool of requests, the reserved row 0 included."""
 SM_PARTS: Final = Axis("SM_PARTS", fixed=True)
 """Parts of the device that FlashMLA spreads its work over."""
+CHUNK: Final = Axis("CHUNK", fixed=True)
+"""Tokens in one chunk of linear attention."""
+CHUNKS: Final = Axis("CHUNKS", fixed=True)
+"""The most chunks that a step may have: its tokens divided by CHUNK, and one for each request."""
 TILE: Final = Axis("TILE", fixed=True)
 """Keys in one part of a request, if all parts have as many."""
 
@@ -49,6 +53,12 @@ def even_offsets(step: Step) -> Tensor:
     return torch.arange(step.padded(BATCH) + 1, dtype=int32, device="cpu") * step.padded(WIDTH)
 
 
+def query_ends(step: Step) -> list[int]:
+    """Return where each request's query tokens end if each has as many: a list, which host parameters take."""
+    requests = step.padded(BATCH)
+    return [(row + 1) * step.padded(TOKENS) // requests for row in range(requests)]
+
+
 def page_offsets(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return the offsets of each request's pages."""
     return offsets(_divided_up(seq_lens, page_size))
@@ -58,20 +68,20 @@ def _packed(indptr: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each place of a packed list whether it is in use, and the request and the item that it holds."""
     requests, items = _located(indptr, torch.arange(capacity, dtype=int32, device=indptr.device))
     in_use = requests < indptr.shape[0] - 1
-    return in_use, torch.where(in_use, requests, 0), torch.where(in_use, items, 0)
+    return in_use, requests * in_use, items * in_use
 
 
 def packed_pages(page_table: Tensor, kv_indptr: Tensor) -> Tensor:
     """Return the pages of all requests one behind the other, and 0 behind the last."""
     in_use, requests, pages = _packed(kv_indptr, page_table.numel())
-    return torch.where(in_use, page_table[requests, pages], 0)
+    return page_table[requests, pages] * in_use
 
 
 def packed_tokens(page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out: Tensor) -> None:
     """Write the places of all requests' tokens one behind the other, and 0 behind the last."""
     in_use, requests, tokens = _packed(kv_indptr, out.shape[0])
     places = page_table[requests, tokens // page_size].to(out.dtype) * page_size + tokens % page_size
-    out.copy_(torch.where(in_use, places, 0))
+    out.copy_(places * in_use)
 
 
 def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
@@ -143,7 +153,7 @@ def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) 
     is_cut = end > 0
     last = torch.where(is_cut, last, last - 1)
     blocks = cost_offsets[last + 1] - cost_offsets[last] - _OVERHEAD
-    end = torch.where(is_cut, end, torch.where(seq_lens[last] > 0, blocks, 0))
+    end = torch.where(is_cut, end, blocks * (seq_lens[last] > 0))
     before = torch.searchsorted(part_offsets, cost_offsets[first], right=True)
     split = (torch.arange(1, first.shape[0] + 1, device=first.device) - before).clamp(min=0)
     either = (first == last) & ((begin > 0) | is_cut)
@@ -162,3 +172,31 @@ def pooled_pages(req_to_token: Tensor, req_pool_indices: Tensor, page_size: Tens
     """Write each request's pages: those of its first token in each page."""
     first_tokens = torch.arange(out.shape[1], device=out.device) * page_size
     out.copy_(req_to_token[req_pool_indices[:, None], first_tokens] // page_size)
+
+
+def chunk_offsets(extend_seq_lens: Tensor, chunk_size: Tensor) -> Tensor:
+    """Return the offsets of each request's chunks: int64, as flash-linear-attention has them."""
+    return offsets(_divided_up(extend_seq_lens, chunk_size)).long()
+
+
+def chunk_indices(chunk_offsets: Tensor, out: Tensor) -> None:
+    """Write the request of each chunk, and the chunk's number there. Those in the tail are behind the last one's end."""
+    places = torch.arange(out.shape[0], device=out.device)
+    requests = _located(chunk_offsets, places)[0].clamp(max=chunk_offsets.shape[0] - 2)
+    out.copy_(torch.stack([requests, places - chunk_offsets[requests]], 1))
+
+
+def are_cached(extend_prefix_lens: Tensor) -> Tensor:
+    """Return whether each request has cached tokens, and so a state to begin with."""
+    return extend_prefix_lens > 0
+
+
+def live_query_offsets(state_indices: Tensor) -> Tensor:
+    """Return the offsets of query tokens: as many as states for each request that has some, none for others."""
+    return offsets((state_indices[:, 0] >= 0) * state_indices.shape[1])
+
+
+def lengths_by_token(seq_lens: Tensor, out: Tensor) -> None:
+    """Write how many keys each query token sees if every request has as many: one more for each next token."""
+    width = out.shape[0] // seq_lens.shape[0]
+    out.copy_((seq_lens[:, None] + torch.arange(1 - width, 1, device=out.device)).clamp(min=0).flatten())

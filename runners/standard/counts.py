@@ -31,6 +31,8 @@ FRONT: Final = Axis("FRONT", fixed=True)
 """Tokens of a request that come before its drafts in a multi-layer draft-extend."""
 INDEX_TOPK: Final = Axis("INDEX_TOPK", fixed=True)
 """Cached tokens that sparse attention chooses for each token."""
+ADAPTERS: Final = Axis("ADAPTERS", fixed=True)
+"""Low-rank adapters that are loaded at once."""
 DP: Final = Axis("DP", fixed=True)
 """Data-parallel ranks with token counts of their own, or 1 if one count serves all."""
 MODEL_DTYPE: Final = Role("model_dtype", torch.bfloat16)
@@ -210,6 +212,11 @@ def first_tokens(extend_seq_lens: torch.Tensor, input_ids: torch.Tensor) -> torc
     return starts.clamp(max=max(input_ids.shape[0] - 1, 0)).to(torch.int32)  # lengths that are not copied may be int64
 
 
+def even_ends(step: Step) -> torch.Tensor:
+    """Return `even_starts`, and behind them how many tokens there are."""
+    return torch.arange(step.padded(BATCH) + 1, dtype=torch.int32, device="cpu") * step.padded(WIDTH)
+
+
 def even_starts(step: Step) -> torch.Tensor:
     """Return the row where each request's tokens begin if all have equally many: arange * W, at full capacity."""
-    return torch.arange(step.padded(BATCH), dtype=torch.int32, device="cpu") * step.padded(WIDTH)
+    return even_ends(step)[:-1]

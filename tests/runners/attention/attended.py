@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.runners.attention import kinds
-from tests.runners.attention.builders import TILE, Requests
+from tests.runners.attention.builders import CHUNK, TILE, Requests
 
 Attention = Callable[[Any, Tensor, int], Tensor]
 
@@ -119,6 +119,42 @@ def triton_decode(view: Any, cache: Tensor, page: int) -> Tensor:
     return (weights[:, :, None] * torch.stack([values for values, _ in parts])).sum(0)
 
 
+def sparse_indexer(view: Any, cache: Tensor, page: int) -> Tensor:
+    """As an indexer scores: each query token has a length of its own."""
+    places = (view.page_table.long()[:, :, None] * page + torch.arange(page, device=cache.device)).flatten(1)
+    keys = cache[places.repeat_interleave(view.queries.shape[0] // places.shape[0], 0)]
+    seen = torch.arange(places.shape[1], device=cache.device) < view.token_seq_lens[:, None]
+    scores = (keys @ view.queries[:, :, None])[:, :, 0].masked_fill(~seen, -1e9)
+    return (scores.softmax(1)[:, :, None] * keys).sum(1)
+
+
+def linear_attention(view: Any, states: Tensor) -> Tensor:
+    """As chunked kernels run: sums of each chunk, then of the chunks before it, and the state to begin with."""
+    requests, numbers = view.chunk_indices.long().unbind(1)
+    rows = (view.query_start_loc[requests] + numbers * CHUNK)[:, None] + torch.arange(CHUNK, device=states.device)
+    is_own = rows < view.query_start_loc[requests + 1][:, None]
+    tokens = view.queries.shape[0]
+    chosen = torch.where(is_own, rows, tokens).long()
+    inside = torch.cat([view.queries, torch.zeros_like(view.queries[:1])])[chosen].cumsum(1)
+    totals = inside[:, -1].cumsum(0)
+    before = torch.cat([torch.zeros_like(totals[:1]), totals])
+    first = view.chunk_offsets[requests]
+    begin = torch.where(view.has_initial_state[:, None], states[view.state_indices.clamp(min=0).long()], 0)[requests]
+    sums = inside + (before[:-1] - before[first] + begin)[:, None]
+    out = torch.zeros(tokens + 1, states.shape[1], device=states.device)
+    return out.index_put((chosen.flatten(),), sums.flatten(0, 1))[:-1]
+
+
+def expected_of_states(one: Requests, queries: Tensor, states: Tensor) -> Tensor:
+    """Sums over each request by itself, from its state on, if it has cached tokens."""
+    found, row = [], 0
+    for length, count, state in zip(one.lens, one.queries, one.states, strict=True):
+        begin = states[state[0]] if length > count else torch.zeros_like(states[0])
+        found.append(queries[row : row + count].cumsum(0) + begin)
+        row += count
+    return torch.cat(found)
+
+
 ATTENTIONS: Final[dict[str, Attention]] = {
     "FlashInferDecode": flashinfer,
     "FlashInferVerify": flashinfer,
@@ -127,6 +163,7 @@ ATTENTIONS: Final[dict[str, Attention]] = {
     "FlashAttentionPrefill": flash_attention,
     "FlashMLA": flash_mla,
     "FlexDecode": flex_decode,
+    "SparseIndexer": sparse_indexer,
     "TritonDecode": triton_decode,
 }
 

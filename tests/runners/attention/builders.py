@@ -13,6 +13,8 @@ from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask
 
 TILE: Final = 5
+CHUNK: Final = 3
+CHUNKS: Final = 20
 SM_PARTS: Final = 7
 Table = Sequence[Sequence[int]]
 
@@ -22,6 +24,7 @@ class Requests:
     """One step of a bucket, padded requests included, and the sizes of its axes.
 
     lens: What attention sees of each request. table: Its row of the page table. queries: Its new tokens.
+    states: Where its states are. accepted: How many tokens of the step before were accepted.
     """
 
     lens: list[int]
@@ -29,7 +32,11 @@ class Requests:
     queries: list[int]
     page: int
     pages: int
+    states: Table = ()
+    accepted: Sequence[int] = ()
     tile: int = TILE
+    chunk: int = CHUNK
+    chunks: int = CHUNKS
     parts: int = SM_PARTS
 
     def pages_of(self, request: int) -> list[int]:
@@ -145,6 +152,44 @@ def flash_mla(one: Requests) -> dict[str, Any]:
     return {"tile_scheduler_metadata": rows, "num_splits": splits}
 
 
+def fused_infer_attention(one: Requests) -> dict[str, Any]:
+    """The argument of npu_fused_infer_attention_score, of layout TND."""
+    return {"actual_seq_lengths": starts(one.queries)[1:]}
+
+
+def linear_attention(one: Requests) -> dict[str, Any]:
+    """prepare_chunk_indices and prepare_chunk_offsets of flash-linear-attention, and vLLM's has_initial_state."""
+    counts = [math.ceil(queries / one.chunk) for queries in one.queries]
+    chunks = [[request, number] for request, count in enumerate(counts) for number in range(count)]
+    last, behind = len(counts) - 1, one.chunks - len(chunks)
+    return {
+        "query_start_loc": starts(one.queries),
+        "has_initial_state": [
+            queries > 0 and length > queries for length, queries in zip(one.lens, one.queries, strict=True)
+        ],
+        "chunk_offsets": starts(counts),
+        "chunk_indices": chunks + [[last, counts[last] + number] for number in range(behind)],
+        "state_indices": [row[0] for row in one.states],
+    }
+
+
+def linear_attention_verify(one: Requests) -> dict[str, Any]:
+    """vLLM's spec_query_start_loc, whose rows behind the live ones repeat the last, and what it pads."""
+    widths = [queries if row[0] >= 0 else 0 for queries, row in zip(one.queries, one.states, strict=True)]
+    return {
+        "query_start_loc": starts(widths),
+        "state_indices": [list(row) for row in one.states],
+        "num_accepted_tokens": list(one.accepted),
+    }
+
+
+def sparse_indexer(one: Requests) -> dict[str, Any]:
+    """vLLM's lengths for each token of a decode of equal queries."""
+    pairs = zip(one.lens, one.queries, strict=True)
+    found = [max(length - queries + token + 1, 0) for length, queries in pairs for token in range(queries)]
+    return {"token_seq_lens": found, "page_table": [list(row) for row in one.table]}
+
+
 BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
     "FlashInferDecode": flashinfer,
     "FlashInferVerify": flashinfer_queries,
@@ -153,6 +198,10 @@ BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
     "FlashAttentionPrefill": flash_attention,
     "FlashMLA": flash_mla,
     "FlexDecode": flex_decode,
+    "FusedInferAttention": fused_infer_attention,
+    "LinearAttention": linear_attention,
+    "LinearAttentionVerify": linear_attention_verify,
+    "SparseIndexer": sparse_indexer,
     "TritonDecode": triton_decode,
 }
 """What makes the slots of each declaration."""

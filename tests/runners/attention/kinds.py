@@ -47,6 +47,8 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
         attention.PAGES: PAGES,
         attention.PAGE_SIZE: page,
         attention.TILE: one.tile,
+        attention.CHUNK: one.chunk,
+        attention.CHUNKS: one.chunks,
         attention.SM_PARTS: one.parts,
     }
     return {axis: size for axis, size in known.items() if axis in inputs.slotgraph.axes}
@@ -77,7 +79,11 @@ def random_requests(draw: random.Random, name: str, page: int, width: int, rows:
     pages = draw.sample(range(1, 1 + rows * PAGES), rows * PAGES)
     table = [pages[i * PAGES : (i + 1) * PAGES] for i in range(rows)]
     queries = [draw.randint(1, min(length, 6)) if is_ragged(name) else width for length in lens]
-    return Requests(lens=lens, table=table, queries=queries, page=page, pages=PAGES)
+    states = [[draw.randint(1, 20) for _ in range(width)] for _ in lens]
+    accepted = [draw.randint(1, width) for _ in lens]
+    return Requests(
+        lens=lens, table=table, queries=queries, page=page, pages=PAGES, states=states, accepted=accepted
+    )
 
 
 def batch_of(one: Requests, name: str, device: torch.device, seed: int = 0) -> dict[str, Any]:
@@ -87,6 +93,11 @@ def batch_of(one: Requests, name: str, device: torch.device, seed: int = 0) -> d
     batch |= {"seq_lens": one.lens, "page_table": [one.pages_of(i) for i in range(len(one.lens))]}
     if is_ragged(name):
         batch["extend_seq_lens"] = one.queries
+    if name == "LinearAttention":
+        cached = [length - queries for length, queries in zip(one.lens, one.queries, strict=True)]
+        batch |= {"extend_prefix_lens": cached, "state_indices": [row[0] for row in one.states]}
+    if name == "LinearAttentionVerify":
+        batch |= {"state_indices": one.states, "num_accepted_tokens": one.accepted}
     if seed % 2:
         batch["seq_lens"] = torch.tensor(one.lens, device=device)
     return batch
@@ -103,6 +114,8 @@ def padded(one: Requests, name: str, width: int, rows: int, backend: Backend) ->
         queries=one.queries + [0 if is_ragged(name) else width] * more,
         page=one.page,
         pages=PAGES,
+        states=[*one.states, *[[-1] * width] * more],
+        accepted=[*one.accepted, *[1] * more],
     )
 
 

@@ -12,12 +12,11 @@ from slotgraph import BATCH, TOKENS
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
 from tests.runners.attention import kinds
-from tests.runners.attention.attended import ATTENTIONS, expected
-from tests.runners.attention.builders import BUILDERS
+from tests.runners.attention.attended import ATTENTIONS, expected, expected_of_states, linear_attention
 
 PAGE = 4
-EVEN = [name for name in BUILDERS if not kinds.is_ragged(name)]
-RAGGED = [name for name in BUILDERS if kinds.is_ragged(name)]
+EVEN = [name for name in ATTENTIONS if not kinds.is_ragged(name)]
+RAGGED = [name for name in ATTENTIONS if kinds.is_ragged(name)]
 
 
 def cache_on(device: torch.device, page: int = PAGE) -> torch.Tensor:
@@ -71,16 +70,18 @@ def test_flex_attention_takes_the_block_mask() -> None:
         torch.testing.assert_close(found[:6, 0, 0], right, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("name", [*RAGGED, "LinearAttention"])
 def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend: Backend) -> None:
     """A whole prefill in one graph, of requests with query tokens of their own number."""
+    is_linear = name == "LinearAttention"
     cache = cache_on(backend.device)
     buffers, padded = kinds.buffers_of(name, backend, PAGE, 1), {BATCH: 8, TOKENS: 48}
     bucket = buffers.at(padded)
 
     def captured() -> torch.Tensor:
         bucket.fill_in_graph()
-        return ATTENTIONS[name](bucket.view(), cache, PAGE)
+        view = bucket.view()
+        return linear_attention(view, cache) if is_linear else ATTENTIONS[name](view, cache, PAGE)
 
     graph: Any = None
     for seed, (draw, rows) in enumerate(kinds.games(12, 25)):
@@ -90,7 +91,8 @@ def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend
         graph = backend.capture(captured) if graph is None else graph
         graph.replay()
         found = graph.outputs[: sum(one.queries)]
-        torch.testing.assert_close(found, expected(one, batch["queries"], cache), atol=1e-5, rtol=1e-5)
+        right = (expected_of_states if is_linear else expected)(one, batch["queries"], cache)
+        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", EVEN)
