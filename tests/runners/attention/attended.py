@@ -128,8 +128,9 @@ def sparse_indexer(view: Any, cache: Tensor, page: int) -> Tensor:
     return (scores.softmax(1)[:, :, None] * keys).sum(1)
 
 
-def linear_attention(view: Any, states: Tensor) -> Tensor:
+def linear_attention(view: Any, states: Tensor, page: int) -> Tensor:
     """As chunked kernels run: sums of each chunk, then of the chunks before it, and the state to begin with."""
+    del page
     requests, numbers = view.chunk_indices.long().unbind(1)
     rows = (view.query_start_loc[requests] + numbers * CHUNK)[:, None] + torch.arange(CHUNK, device=states.device)
     is_own = rows < view.query_start_loc[requests + 1][:, None]
@@ -145,11 +146,23 @@ def linear_attention(view: Any, states: Tensor) -> Tensor:
     return out.index_put((chosen.flatten(),), sums.flatten(0, 1))[:-1]
 
 
-def expected_of_states(one: Requests, queries: Tensor, states: Tensor) -> Tensor:
-    """Sums over each request by itself, from its state on, if it has cached tokens."""
+def linear_attention_verify(view: Any, states: Tensor, page: int) -> Tensor:
+    """As recurrent kernels run: each request from the state behind its last accepted token."""
+    del page
+    begin = view.state_indices.gather(1, view.num_accepted_tokens[:, None].long() - 1).clamp(min=0)[:, 0]
+    in_use, rows, number = owners_of(view.query_start_loc, view.queries.shape[0])
+    sums = view.queries.cumsum(0)
+    before = torch.cat([torch.zeros_like(sums[:1]), sums])[view.query_start_loc[:-1].long()]
+    return torch.where((in_use & (number >= 0))[:, None], sums - before[rows] + states[begin.long()][rows], 0)
+
+
+def expected_of_states(one: Requests, queries: Tensor, states: Tensor, *, is_prefill: bool) -> Tensor:
+    """Sums over each request by itself, from the state on that it begins with; a prefill may begin without."""
     found, row = [], 0
     for length, count, state in zip(one.lens, one.queries, one.states, strict=True):
-        begin = states[state[0]] if length > count else torch.zeros_like(states[0])
+        begin = states[state[one.accepted[len(found)] - 1]]
+        if is_prefill and length == count:
+            begin = torch.zeros_like(begin)
         found.append(queries[row : row + count].cumsum(0) + begin)
         row += count
     return torch.cat(found)
@@ -163,13 +176,17 @@ ATTENTIONS: Final[dict[str, Attention]] = {
     "FlashAttentionPrefill": flash_attention,
     "FlashMLA": flash_mla,
     "FlexDecode": flex_decode,
+    "LinearAttention": linear_attention,
+    "LinearAttentionVerify": linear_attention_verify,
     "SparseIndexer": sparse_indexer,
     "TritonDecode": triton_decode,
 }
 
 
-def expected(one: Requests, queries: Tensor, cache: Tensor) -> Tensor:
+def expected(name: str, one: Requests, queries: Tensor, cache: Tensor) -> Tensor:
     """Attention of each request by itself, of each query over the tokens before it and its own."""
+    if name.startswith("Linear"):
+        return expected_of_states(one, queries, cache, is_prefill=name == "LinearAttention")
     found, row = [], 0
     for request, count in enumerate(one.queries):
         keys = cache[torch.tensor(one.places_of(request), device=cache.device)]

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -12,7 +13,7 @@ from slotgraph import BATCH, TOKENS
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
 from tests.runners.attention import kinds
-from tests.runners.attention.attended import ATTENTIONS, expected, expected_of_states, linear_attention
+from tests.runners.attention.attended import ATTENTIONS, expected
 
 PAGE = 4
 EVEN = [name for name in ATTENTIONS if not kinds.is_ragged(name)]
@@ -32,7 +33,7 @@ def test_replayed_attention_is_each_requests_own(name: str, width: int, backend:
     for seed, (draw, rows) in enumerate(kinds.games(11, 25)):
         one = kinds.random_requests(draw, name, PAGE, width, rows)
         batch = kinds.batch_of(one, name, backend.device, seed)
-        torch.testing.assert_close(runner(batch), expected(one, batch["queries"], cache), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(runner(batch), expected(name, one, batch["queries"], cache), atol=1e-5, rtol=1e-5)
     assert not runner.stats()["eager"]
 
 
@@ -66,22 +67,20 @@ def test_flex_attention_takes_the_block_mask() -> None:
         with warnings.catch_warnings(action="ignore"):  # the compiler's own
             compiled = torch.compile(flex_attention)
             found = compiled(view.queries[:, None, None], *[cache[None, None]] * 2, scale=1.0, block_mask=mask)
-        right = expected(one, batch["queries"], cache)
+        right = expected("FlexDecode", one, batch["queries"], cache)
         torch.testing.assert_close(found[:6, 0, 0], right, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [*RAGGED, "LinearAttention"])
+@pytest.mark.parametrize("name", RAGGED)
 def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend: Backend) -> None:
     """A whole prefill in one graph, of requests with query tokens of their own number."""
-    is_linear = name == "LinearAttention"
     cache = cache_on(backend.device)
     buffers, padded = kinds.buffers_of(name, backend, PAGE, 1), {BATCH: 8, TOKENS: 48}
     bucket = buffers.at(padded)
 
     def captured() -> torch.Tensor:
         bucket.fill_in_graph()
-        view = bucket.view()
-        return linear_attention(view, cache) if is_linear else ATTENTIONS[name](view, cache, PAGE)
+        return ATTENTIONS[name](bucket.view(), cache, PAGE)
 
     graph: Any = None
     for seed, (draw, rows) in enumerate(kinds.games(12, 25)):
@@ -91,11 +90,10 @@ def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend
         graph = backend.capture(captured) if graph is None else graph
         graph.replay()
         found = graph.outputs[: sum(one.queries)]
-        right = (expected_of_states if is_linear else expected)(one, batch["queries"], cache)
-        torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, expected(name, one, batch["queries"], cache), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", EVEN)
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_check_finds_nothing(name: str, backend: Backend) -> None:
     """Poison in tails reaches no live row, and each graph does what its step does."""
     cache = cache_on(backend.device)
@@ -105,6 +103,7 @@ def test_check_finds_nothing(name: str, backend: Backend) -> None:
     def draw(rows: int, generator: torch.Generator) -> Any:
         seed = int(torch.randint(1 << 30, (1,), generator=generator))
         one = kinds.random_requests(next(kinds.games(seed, 1))[0], name, PAGE, width, rows)
+        one = attrs.evolve(one, lens=[max(length, width) for length in one.lens], queries=[width] * rows)
         return kinds.batch_of(one, name, backend.device, seed)
 
     report = slotgraph.check(runner, draw, progress=False)
