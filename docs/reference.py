@@ -1,7 +1,8 @@
 """Write the reference from docstrings, signatures and annotations: `make reference`, or `python docs/reference.py`.
 
-It writes docs/reference.md, one page for each public module into docs/reference/, and the tables of ready-made slots into
-docs/standard.md and docs/attention.md. docs/reference.toml has what the package does not say. A test fails if a file is not up to date.
+It writes docs/reference.md, one page for each public module into docs/reference/, and the tables of ready-made slots
+into docs/standard.md and docs/attention.md. docs/reference.toml has what the package does not say. A test fails if a
+file is not up to date.
 """
 
 import ast

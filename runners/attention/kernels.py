@@ -117,9 +117,10 @@ class FlashMLA(PagedCache):
     """Decode by FlashMLA's dense kernel: how its work is spread over parts of the device.
 
     The schedule is that of FlashMLA (deepseek-ai/FlashMLA, csrc/smxx/decode/get_decoding_sched_meta and csrc/params.h,
-    commit 9241ae3). Its pages have 64 tokens. SM_PARTS is multiprocessors // heads of keys // ceil(WIDTH * query heads / heads
-    of keys / 64), at least 1. Give both tensors to a `FlashMLASchedMeta`. All requests of the bucket decide how each is
-    split, padded ones too: `check` reports that as poison in seq_lens, unless you declare it again with poison=().
+    commit 9241ae3). Its pages have 64 tokens. SM_PARTS is multiprocessors // heads of keys // ceil(WIDTH * query heads
+    / heads of keys / 64), at least 1. Give both tensors to a `FlashMLASchedMeta`. All requests of the bucket decide how
+    each is split, padded ones too: `check` reports that as poison in seq_lens, unless you declare it again with
+    poison=().
 
     cost_offsets: where each request's work begins, in blocks and the cost of beginning with a request.
     part_offsets: where each part of the device begins in all work.
@@ -139,7 +140,7 @@ class FlexDecode(PagedCache):
 
     They are those of `create_block_mask` and `PagedAttention.convert_logical_block_mask` of torch 2.13
     (torch/nn/attention/flex_attention.py and torch/nn/attention/experimental/_paged_attention.py). Each request has one
-    query token, and sees all of its tokens. Give them to `BlockMask.from_kv_blocks`, with `page_table[:, None, None]` as
+    query token, and sees all of its tokens. Give them to `BlockMask.from_kv_blocks`, `page_table[:, None, None]` as
     full_kv_indices, and a mask for the last page: whether the place in the page is below seq_lens % PAGE_SIZE.
 
     full_kv_num_blocks: full pages, the first ones of page_table, to which the kernel applies no mask.

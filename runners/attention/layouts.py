@@ -180,7 +180,7 @@ def chunk_offsets(extend_seq_lens: Tensor, chunk_size: Tensor) -> Tensor:
 
 
 def chunk_indices(chunk_offsets: Tensor, out: Tensor) -> None:
-    """Write the request of each chunk, and the chunk's number there. Those in the tail are behind the last one's end."""
+    """Write the request of each chunk, and its number there. Those in the tail are behind the last one's end."""
     places = torch.arange(out.shape[0], device=out.device)
     requests = _located(chunk_offsets, places)[0].clamp(max=chunk_offsets.shape[0] - 2)
     out.copy_(torch.stack([requests, places - chunk_offsets[requests]], 1))

@@ -14,8 +14,8 @@ import slotgraph.dataflow.log  # noqa: F401 - it reads structlog's defaults befo
 __version__ = "0.1.0"
 # fmt: off
 _SUBMODULES = {
-    "attention", "backends", "config", "errors", "extend", "metrics", "pool", "ranks", "reports", "speculative", "standard",
-    "testing",
+    "attention", "backends", "config", "errors", "extend", "metrics", "pool", "ranks", "reports", "speculative",
+    "standard", "testing",
 }
 # fmt: on
 

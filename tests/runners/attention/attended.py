@@ -36,7 +36,8 @@ def last_seen(lens: Tensor, qo_indptr: Tensor, tokens: int) -> tuple[Tensor, Ten
 def even(view: Any) -> Tensor:
     """The offsets of query tokens where each request has as many."""
     tokens, requests = view.queries.shape[0], view.seq_lens.shape[0]
-    return torch.arange(requests + 1, device=view.queries.device) * (tokens // requests)
+    found: Tensor = torch.arange(requests + 1, device=view.queries.device) * (tokens // requests)
+    return found
 
 
 def flashinfer(view: Any, cache: Tensor, page: int) -> Tensor:
@@ -125,7 +126,8 @@ def sparse_indexer(view: Any, cache: Tensor, page: int) -> Tensor:
     keys = cache[places.repeat_interleave(view.queries.shape[0] // places.shape[0], 0)]
     seen = torch.arange(places.shape[1], device=cache.device) < view.token_seq_lens[:, None]
     scores = (keys @ view.queries[:, :, None])[:, :, 0].masked_fill(~seen, -1e9)
-    return (scores.softmax(1)[:, :, None] * keys).sum(1)
+    found: Tensor = (scores.softmax(1)[:, :, None] * keys).sum(1)
+    return found
 
 
 def linear_attention(view: Any, states: Tensor, page: int) -> Tensor:
@@ -158,7 +160,7 @@ def linear_attention_verify(view: Any, states: Tensor, page: int) -> Tensor:
 
 def expected_of_states(one: Requests, queries: Tensor, states: Tensor, *, is_prefill: bool) -> Tensor:
     """Sums over each request by itself, from the state on that it begins with; a prefill may begin without."""
-    found, row = [], 0
+    found, row = list[Tensor](), 0
     for length, count, state in zip(one.lens, one.queries, one.states, strict=True):
         begin = states[state[one.accepted[len(found)] - 1]]
         if is_prefill and length == count:

@@ -174,7 +174,7 @@ def linear_attention(one: Requests) -> dict[str, Any]:
 
 
 def linear_attention_verify(one: Requests) -> dict[str, Any]:
-    """vLLM's spec_query_start_loc, whose rows behind the live ones repeat the last, and what it pads."""
+    """VLLM's spec_query_start_loc, whose rows behind the live ones repeat the last, and what it pads."""
     widths = [queries if row[0] >= 0 else 0 for queries, row in zip(one.queries, one.states, strict=True)]
     return {
         "query_start_loc": starts(widths),
@@ -184,7 +184,7 @@ def linear_attention_verify(one: Requests) -> dict[str, Any]:
 
 
 def sparse_indexer(one: Requests) -> dict[str, Any]:
-    """vLLM's lengths for each token of a decode of equal queries."""
+    """VLLM's lengths for each token of a decode of equal queries."""
     pairs = zip(one.lens, one.queries, strict=True)
     found = [max(length - queries + token + 1, 0) for length, queries in pairs for token in range(queries)]
     return {"token_seq_lens": found, "page_table": [list(row) for row in one.table]}

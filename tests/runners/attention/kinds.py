@@ -81,9 +81,7 @@ def random_requests(draw: random.Random, name: str, page: int, width: int, rows:
     queries = [draw.randint(1, min(length, 6)) if is_ragged(name) else width for length in lens]
     states = [[draw.randint(1, 20) for _ in range(width)] for _ in lens]
     accepted = [draw.randint(1, width) for _ in lens]
-    return Requests(
-        lens=lens, table=table, queries=queries, page=page, pages=PAGES, states=states, accepted=accepted
-    )
+    return Requests(lens=lens, table=table, queries=queries, page=page, pages=PAGES, states=states, accepted=accepted)
 
 
 def batch_of(one: Requests, name: str, device: torch.device, seed: int = 0) -> dict[str, Any]:

@@ -22,10 +22,14 @@ RAGGED = [name for name in ATTENTIONS if kinds.is_ragged(name)]
 
 def cache_on(device: torch.device, page: int = PAGE) -> torch.Tensor:
     """Keys, which are their own values, of every place of every page."""
-    return torch.randn((1 + max(kinds.BUCKETS) * kinds.PAGES) * page, 4, generator=torch.Generator().manual_seed(2)).to(device)
+    return torch.randn((1 + max(kinds.BUCKETS) * kinds.PAGES) * page, 4, generator=torch.Generator().manual_seed(2)).to(
+        device
+    )
 
 
-@pytest.mark.parametrize(("name", "width"), [(name, width) for name in EVEN for width in kinds.WIDTHS.get(name, (1, 3))])
+@pytest.mark.parametrize(
+    ("name", "width"), [(name, width) for name in EVEN for width in kinds.WIDTHS.get(name, (1, 3))]
+)
 def test_replayed_attention_is_each_requests_own(name: str, width: int, backend: Backend) -> None:
     """Of lengths and pages other than those of the capture, in buckets that are full and in padded ones."""
     cache = cache_on(backend.device)
@@ -48,7 +52,10 @@ def test_flex_attention_takes_the_block_mask() -> None:
         batch = kinds.batch_of(one, "FlexDecode", backend.device, seed)
         view = runner.fill(batch)
         runner.replay(view)
-        lens = view.seq_lens
+
+        def sees(b: torch.Tensor, _h: Any, _q: Any, place: torch.Tensor, lens: torch.Tensor = view.seq_lens) -> Any:
+            return place % 16 < lens[b] % 16
+
         # the kernel for CPUs alone asks for as many columns as the cache has pages
         part, full = (
             torch.nn.functional.pad(indices, (0, pages - kinds.PAGES))
@@ -60,13 +67,14 @@ def test_flex_attention_takes_the_block_mask() -> None:
             view.full_kv_num_blocks,
             full,
             BLOCK_SIZE=(128, 16),
-            mask_mod=lambda b, _h, _q, place, lens=lens: place % 16 < lens[b] % 16,
+            mask_mod=sees,
             seq_lengths=(1, cache.shape[0]),
             compute_q_blocks=False,
         )
         with warnings.catch_warnings(action="ignore"):  # the compiler's own
-            compiled = torch.compile(flex_attention)
-            found = compiled(view.queries[:, None, None], *[cache[None, None]] * 2, scale=1.0, block_mask=mask)
+            compiled: Any = torch.compile(flex_attention)
+            keys = cache[None, None]
+            found = compiled(view.queries[:, None, None], keys, keys, scale=1.0, block_mask=mask)
         right = expected("FlexDecode", one, batch["queries"], cache)
         torch.testing.assert_close(found[:6, 0, 0], right, atol=1e-5, rtol=1e-5)
 
