@@ -14,8 +14,9 @@ from slotgraph.runners.engine.compiled import AS_ONE
 from tests.runners.attention import kinds
 from tests.runners.attention.builders import BUILDERS, Requests, flashinfer, mla_schedule
 
-EVEN = [name for name in BUILDERS if not kinds.is_ragged(name)]
-RAGGED = [name for name in BUILDERS if kinds.is_ragged(name)]
+EVEN = [name for name in BUILDERS if not kinds.is_ragged(name) and name != "FusedInferAttention"]
+FILLED = [name for name in BUILDERS if name not in EVEN]
+"""Prefills, and the kernel of NPUs: a capture refuses its host parameters if the step has no such operator."""
 BATCHES = [25, pytest.param(250, marks=pytest.mark.slow)]
 """Random batches, for each of four pages' sizes."""
 
@@ -48,14 +49,15 @@ def test_replayed_slots_are_the_builders(name: str, page: int, width: int, batch
 
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("page", [1, 3, 16, 4])
-@pytest.mark.parametrize("name", RAGGED)
+@pytest.mark.parametrize("name", FILLED)
 def test_filled_slots_are_the_builders(name: str, page: int, batches: int, backend: Backend) -> None:
-    """Queries of each request's own number: random batches, a thousand for each declaration."""
+    """Queries of each request's own number, in buffers without a runner: random batches, a thousand for each declaration."""
     buffers = kinds.buffers_of(name, backend, page, 1)
     for seed, (draw, rows) in enumerate(kinds.games(page, batches)):
         one = kinds.random_requests(draw, name, page, 1, rows)
         bucket = kinds.bucket_of(rows)
-        view = buffers.at({BATCH: bucket, TOKENS: bucket * 6}).fill(kinds.batch_of(one, name, backend.device, seed))
+        padded = {BATCH: bucket, TOKENS: bucket * (6 if kinds.is_ragged(name) else 1)}
+        view = buffers.at(padded).fill(kinds.batch_of(one, name, backend.device, seed))
         assert_built(view, name, kinds.padded(one, name, 1, bucket, backend))
 
 
