@@ -54,9 +54,9 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
     return {axis: size for axis, size in known.items() if axis in inputs.slotgraph.axes}
 
 
-def decoder(name: str, step: Any, backend: Backend, page: int, width: int) -> DecodeRunner[Any]:
-    """A captured runner of a declaration for steps of equal width."""
-    inputs = with_tokens(name)
+def decoder(inputs: str | Any, step: Any, backend: Backend, page: int, width: int) -> DecodeRunner[Any]:
+    """A captured runner of a declaration, or of the one of that name, for steps of equal width."""
+    inputs = with_tokens(inputs) if isinstance(inputs, str) else inputs
     sizes = sizes_of(inputs, page)
     runner: DecodeRunner[Any] = DecodeRunner(
         inputs, step, buckets=BUCKETS, width=width, sizes=sizes, backend=backend, progress=False, output_rows=TOKENS
@@ -72,13 +72,13 @@ def buffers_of(name: str, backend: Backend, page: int, width: int) -> InputBuffe
     return InputBuffers(inputs, sizes | ({WIDTH: width} if WIDTH in inputs.slotgraph.axes else {}), backend=backend)
 
 
-def random_requests(draw: random.Random, name: str, page: int, width: int, rows: int) -> Requests:
-    """Requests with pages of their own, never page 0, which are as long as any that fit."""
+def random_requests(draw: random.Random, name: str, page: int, width: int, rows: int, least: int = 0) -> Requests:
+    """Requests with pages of their own, never page 0, of any length from the least to what fits."""
     most = PAGES * page
-    lens = [max(width, draw.choice([1, page, most, draw.randint(1, most)])) for _ in range(rows)]
+    lens = [max(least, draw.choice([0, 1, page, most, draw.randint(1, most)])) for _ in range(rows)]
     pages = draw.sample(range(1, 1 + rows * PAGES), rows * PAGES)
     table = [pages[i * PAGES : (i + 1) * PAGES] for i in range(rows)]
-    queries = [draw.randint(1, min(length, 6)) if is_ragged(name) else width for length in lens]
+    queries = [draw.randint(min(length, 1), min(length, 6)) if is_ragged(name) else width for length in lens]
     states = [[draw.randint(1, 20) for _ in range(width)] for _ in lens]
     accepted = [draw.randint(1, width) for _ in lens]
     return Requests(lens=lens, table=table, queries=queries, page=page, pages=PAGES, states=states, accepted=accepted)

@@ -1,5 +1,6 @@
 """Attention from each set in replayed graphs: as each request by itself; and `slotgraph.check` on each declaration."""
 
+import random
 import warnings
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import slotgraph
-from slotgraph import BATCH, TOKENS
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, attention, copied
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
+from slotgraph.runners.check.checks import CheckReport
 from tests.runners.attention import kinds
 from tests.runners.attention.attended import ATTENTIONS, expected
 
@@ -35,7 +37,7 @@ def test_replayed_attention_is_each_requests_own(name: str, width: int, backend:
     cache = cache_on(backend.device)
     runner = kinds.decoder(name, lambda view: ATTENTIONS[name](view, cache, PAGE), backend, PAGE, width)
     for seed, (draw, rows) in enumerate(kinds.games(11, 25)):
-        one = kinds.random_requests(draw, name, PAGE, width, rows)
+        one = kinds.random_requests(draw, name, PAGE, width, rows, width)
         batch = kinds.batch_of(one, name, backend.device, seed)
         torch.testing.assert_close(runner(batch), expected(name, one, batch["queries"], cache), atol=1e-5, rtol=1e-5)
     assert not runner.stats()["eager"]
@@ -48,7 +50,7 @@ def test_flex_attention_takes_the_block_mask() -> None:
     runner = kinds.decoder("FlexDecode", lambda view: view.queries * 2, backend, 16, 1)
     pages = cache.shape[0] // 16
     for seed, (draw, _) in enumerate(kinds.games(13, 10)):
-        one = kinds.random_requests(draw, "FlexDecode", 16, 1, 6)
+        one = kinds.random_requests(draw, "FlexDecode", 16, 1, 6, 1)
         batch = kinds.batch_of(one, "FlexDecode", backend.device, seed)
         view = runner.fill(batch)
         runner.replay(view)
@@ -92,7 +94,7 @@ def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend
 
     graph: Any = None
     for seed, (draw, rows) in enumerate(kinds.games(12, 25)):
-        one = kinds.random_requests(draw, name, PAGE, 1, rows)
+        one = kinds.random_requests(draw, name, PAGE, 1, rows, 1)
         batch = kinds.batch_of(one, name, backend.device, seed)
         bucket.fill(batch)
         graph = backend.capture(captured) if graph is None else graph
@@ -101,22 +103,34 @@ def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend
         torch.testing.assert_close(found, expected(name, one, batch["queries"], cache), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_check_finds_nothing(name: str, backend: Backend) -> None:
-    """Poison in tails reaches no live row, and each graph does what its step does."""
-    cache = cache_on(backend.device)
-    width = kinds.WIDTHS.get(name, (2,))[0]
-    runner = kinds.decoder(name, lambda view: ATTENTIONS[name](view, cache, PAGE), backend, PAGE, width)
+class AcceptedSchedule(kinds.Tokens, attention.FlashMLA):
+    """Whoever takes that each request is split as all others have it."""
+
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,), poison=())
+
+
+def checked(name: str, inputs: Any, backend: Backend, rounds: int) -> CheckReport:
+    """The report on a runner of a declaration, with batches of random requests."""
+    cache, width = cache_on(backend.device), kinds.WIDTHS.get(name, (2,))[0]
+    runner = kinds.decoder(inputs, lambda view: ATTENTIONS[name](view, cache, PAGE), backend, PAGE, width)
 
     def draw(rows: int, generator: torch.Generator) -> Any:
         seed = int(torch.randint(1 << 30, (1,), generator=generator))
-        one = kinds.random_requests(next(kinds.games(seed, 1))[0], name, PAGE, width, rows)
-        one = attrs.evolve(one, lens=[max(length, width) for length in one.lens], queries=[width] * rows)
+        one = kinds.random_requests(random.Random(seed), name, PAGE, width, rows, width)
+        one = attrs.evolve(one, queries=[width] * rows)
         return kinds.batch_of(one, name, backend.device, seed)
 
-    report = slotgraph.check(runner, draw, progress=False)
-    if name == "FlashMLA":  # which spreads a step's work over the device: every request decides how others are split
-        [only] = report.findings
-        assert (only.check, only.slot) == ("poison", "seq_lens")
-    else:
-        assert report.ok, str(report)
+    return slotgraph.check(runner, draw, rounds=rounds, progress=False)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_check_finds_nothing(name: str, backend: Backend) -> None:
+    """Poison in tails reaches no live row, and each graph does what its step does."""
+    report = checked(name, AcceptedSchedule if name == "FlashMLA" else name, backend, 2)
+    assert report.ok, str(report)
+
+
+def test_check_finds_that_requests_decide_how_others_are_split(backend: Backend) -> None:
+    """FlashMLA spreads a step's work over the device: padded rows change the last bits of live ones."""
+    found = checked("FlashMLA", "FlashMLA", backend, 8).findings
+    assert [(one.check, one.slot) for one in found] == [("poison", "seq_lens")]

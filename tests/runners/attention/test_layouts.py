@@ -51,7 +51,7 @@ def test_replayed_slots_are_the_builders(name: str, page: int, width: int, batch
 @pytest.mark.parametrize("page", [1, 3, 16, 4])
 @pytest.mark.parametrize("name", FILLED)
 def test_filled_slots_are_the_builders(name: str, page: int, batches: int, backend: Backend) -> None:
-    """Queries of each request's own number, in buffers without a runner: random batches, a thousand for each declaration."""
+    """In buffers without a runner: random batches, a thousand for each declaration."""
     buffers = kinds.buffers_of(name, backend, page, 1)
     for seed, (draw, rows) in enumerate(kinds.games(page, batches)):
         one = kinds.random_requests(draw, name, page, 1, rows)
