@@ -63,22 +63,20 @@ class FlashInferVerify(FlashInferDecode):
     """FlashInfer's paged attention with WIDTH query tokens for each request, as verify and draft-extend have them.
 
     extend_seq_lens: each request has WIDTH tokens.
-    qo_indptr: where each request's query tokens begin, and behind them how many there are; the same in each step.
+    qo_indptr: where each request's query tokens begin, and behind them how many there are.
     """
 
     extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
-    qo_indptr: Tensor = constant(layouts.even_offsets, shape=BATCH + 1, dtype=int32)
+    qo_indptr: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
 
 
-class FlashInferPrefill(FlashInferDecode):
+class FlashInferPrefill(FlashInferVerify):
     """Prefill by FlashInfer's paged attention: each request has query tokens of its own number.
 
-    extend_seq_lens: new tokens of each request; 0 in padded rows, so that attention does nothing for them.
-    qo_indptr: where each request's query tokens begin; those of padded tokens belong to no request.
+    extend_seq_lens: new tokens of each request; 0 in padded rows, so that padded tokens belong to no request.
     """
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
-    qo_indptr: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class FlashAttention(PagedCache):
@@ -92,25 +90,23 @@ class FlashAttention(PagedCache):
 
     extend_seq_lens: each request has WIDTH tokens.
     cache_seqlens: seq_lens as int32, the dtype that kernels take.
-    cu_seqlens_q: where each request's query tokens begin, and behind them how many there are; the same in each step.
+    cu_seqlens_q: where each request's query tokens begin, and behind them how many there are.
     cu_seqlens_k: the same for its tokens in the cache, for keys that are not in pages.
     """
 
     extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
     cache_seqlens: Tensor = computed(layouts.lengths_in_int32, shape=BATCH, dtype=int32)
-    cu_seqlens_q: Tensor = constant(layouts.even_offsets, shape=BATCH + 1, dtype=int32)
+    cu_seqlens_q: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
     cu_seqlens_k: Tensor = computed(layouts.length_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class FlashAttentionPrefill(FlashAttention):
     """As its base, in a prefill: each request has query tokens of its own number.
 
-    extend_seq_lens: new tokens of each request; 0 in padded rows, so that attention does nothing for them.
-    cu_seqlens_q: where each request's query tokens begin; those of padded tokens belong to no request.
+    extend_seq_lens: new tokens of each request; 0 in padded rows, so that padded tokens belong to no request.
     """
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
-    cu_seqlens_q: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class FlashMLA(PagedCache):

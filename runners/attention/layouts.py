@@ -5,7 +5,7 @@ from typing import Final
 import torch
 from torch import Tensor, int32
 
-from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Step
+from ...dataflow.axes import BATCH, TOKENS, Axis, Step
 
 PAGES: Final = Axis("PAGES", fixed=True)
 """The most pages that one request may have."""
@@ -32,10 +32,10 @@ def _divided_up(number: Tensor, divisor: Tensor | int) -> Tensor:
     return (number + divisor - 1) // divisor
 
 
-def _located(offsets: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def _located(starts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return of each place the last item that begins there or before, and how far behind its beginning the place is."""
-    items = torch.searchsorted(offsets, places, right=True) - 1
-    return items, places - offsets[items]
+    items = torch.searchsorted(starts, places, right=True) - 1
+    return items, places - starts[items]
 
 
 def length_offsets(seq_lens: Tensor) -> Tensor:
@@ -46,11 +46,6 @@ def length_offsets(seq_lens: Tensor) -> Tensor:
 def query_offsets(extend_seq_lens: Tensor) -> Tensor:
     """Return the offsets of each request's query tokens."""
     return offsets(extend_seq_lens)
-
-
-def even_offsets(step: Step) -> Tensor:
-    """Return the offsets of query tokens if each request has WIDTH of them, at full capacity."""
-    return torch.arange(step.padded(BATCH) + 1, dtype=int32, device="cpu") * step.padded(WIDTH)
 
 
 def query_ends(step: Step) -> list[int]:

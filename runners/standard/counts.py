@@ -212,11 +212,11 @@ def first_tokens(extend_seq_lens: torch.Tensor, input_ids: torch.Tensor) -> torc
     return starts.clamp(max=max(input_ids.shape[0] - 1, 0)).to(torch.int32)  # lengths that are not copied may be int64
 
 
-def even_ends(step: Step) -> torch.Tensor:
-    """Return `even_starts`, and behind them how many tokens there are."""
-    return torch.arange(step.padded(BATCH) + 1, dtype=torch.int32, device="cpu") * step.padded(WIDTH)
+def segment_offsets(seg_lens: torch.Tensor) -> torch.Tensor:
+    """Return where each request's tokens begin, and behind them how many there are."""
+    return torch.nn.functional.pad(seg_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def even_starts(step: Step) -> torch.Tensor:
     """Return the row where each request's tokens begin if all have equally many: arange * W, at full capacity."""
-    return even_ends(step)[:-1]
+    return torch.arange(step.padded(BATCH), dtype=torch.int32, device="cpu") * step.padded(WIDTH)

@@ -226,14 +226,14 @@ class Lora(Inputs):
     lora_ranks: the rank of each adapter, 0 for none: an engine keeps them, and changes them as it loads adapters.
     scalings: what each adapter's result is multiplied by.
     seg_lens: each request has WIDTH tokens.
-    seg_indptr: where each request's tokens begin, and behind them how many there are; the same in each step.
+    seg_indptr: where each request's tokens begin, and behind them how many there are.
     """
 
     weight_indices: Tensor = copied(BATCH, dtype=int32, pad=0)
     lora_ranks: Tensor = copied(ADAPTERS, dtype=int32)
     scalings: Tensor = copied(ADAPTERS, dtype=float32)
     seg_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
-    seg_indptr: Tensor = constant(counts.even_ends, shape=BATCH + 1, dtype=int32)
+    seg_indptr: Tensor = computed(counts.segment_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class DraftExtendInputs(Requests):

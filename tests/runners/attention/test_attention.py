@@ -130,6 +130,7 @@ def test_check_finds_nothing(name: str, backend: Backend) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.slow
 def test_check_finds_that_requests_decide_how_others_are_split(backend: Backend) -> None:
     """FlashMLA spreads a step's work over the device: padded rows change the last bits of live ones."""
     found = checked("FlashMLA", "FlashMLA", backend, 8).findings

@@ -1,5 +1,6 @@
 """Each declaration holds, byte for byte, what the library's own builder makes: live rows and tails."""
 
+import random
 import types
 from typing import Any
 
@@ -59,6 +60,35 @@ def test_filled_slots_are_the_builders(name: str, page: int, batches: int, backe
         padded = {BATCH: bucket, TOKENS: bucket * (6 if kinds.is_ragged(name) else 1)}
         view = buffers.at(padded).fill(kinds.batch_of(one, name, backend.device, seed))
         assert_built(view, name, kinds.padded(one, name, 1, bucket, backend))
+
+
+HALVES = ((0, 3), (3, 8))
+"""The requests of two micro-batches."""
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_micro_batches_have_sets_of_their_own(name: str, backend: Backend) -> None:
+    """Two halves of a batch, in one captured step: each has what the builder makes of its own requests."""
+    one = kinds.random_requests(random.Random(5), name, 4, 2, 8)
+    slots = [*BUILDERS[name](one)]
+
+    def halves(view: Any) -> list[torch.Tensor]:
+        return [
+            getattr(half, slot).clone() for half in (view.narrow(BATCH, *rows) for rows in HALVES) for slot in slots
+        ]
+
+    inputs = kinds.with_tokens(name)
+    sizes = kinds.sizes_of(inputs, 4)
+    given: dict[str, Any] = {"buckets": [8], "width": 2, "sizes": sizes, "output_rows": None, "progress": False}
+    runner: DecodeRunner[Any] = DecodeRunner(inputs, halves, backend=backend, **given)
+    runner.capture()
+    found = iter(runner(kinds.batch_of(one, name, backend.device)))
+    whole = kinds.padded(one, name, 2, 8, backend)
+    for rows in HALVES:
+        own = {part: getattr(whole, part)[slice(*rows)] for part in ("lens", "table", "queries", "states", "accepted")}
+        for slot, expected in BUILDERS[name](attrs.evolve(whole, **own)).items():
+            got = next(found)
+            assert torch.equal(got.cpu(), torch.tensor(expected, dtype=got.dtype)), slot
 
 
 def test_the_builders_make_the_libraries_values() -> None:
