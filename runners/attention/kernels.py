@@ -70,13 +70,15 @@ class FlashInferVerify(FlashInferDecode):
     qo_indptr: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
 
 
-class FlashInferPrefill(FlashInferVerify):
+class FlashInferPrefill(FlashInferDecode):
     """Prefill by FlashInfer's paged attention: each request has query tokens of its own number.
 
     extend_seq_lens: new tokens of each request; 0 in padded rows, so that padded tokens belong to no request.
+    qo_indptr: where each request's query tokens begin, and behind them how many there are.
     """
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
+    qo_indptr: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class FlashAttention(PagedCache):
@@ -100,13 +102,19 @@ class FlashAttention(PagedCache):
     cu_seqlens_k: Tensor = computed(layouts.length_offsets, shape=BATCH + 1, dtype=int32)
 
 
-class FlashAttentionPrefill(FlashAttention):
-    """As its base, in a prefill: each request has query tokens of its own number.
+class FlashAttentionPrefill(PagedCache):
+    """As `FlashAttention`, in a prefill: each request has query tokens of its own number.
 
     extend_seq_lens: new tokens of each request; 0 in padded rows, so that padded tokens belong to no request.
+    cache_seqlens: seq_lens as int32, the dtype that kernels take.
+    cu_seqlens_q: where each request's query tokens begin, and behind them how many there are.
+    cu_seqlens_k: the same for its tokens in the cache, for keys that are not in pages.
     """
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
+    cache_seqlens: Tensor = computed(layouts.lengths_in_int32, shape=BATCH, dtype=int32)
+    cu_seqlens_q: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
+    cu_seqlens_k: Tensor = computed(layouts.length_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class FlashMLA(PagedCache):

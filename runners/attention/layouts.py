@@ -81,7 +81,7 @@ def packed_tokens(page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out:
 
 def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return the tokens in each request's last page: 0 for a request without tokens, else 1 to the page's size."""
-    return (seq_lens - (_divided_up(seq_lens, page_size) - 1).clamp(min=0) * page_size).to(int32)
+    return (((seq_lens - 1) % page_size + 1) * (seq_lens > 0)).to(int32)
 
 
 def lengths_in_int32(seq_lens: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def lengths_in_int32(seq_lens: Tensor) -> Tensor:
 def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
     """Write into how many parts of one size each token's keys are split. Every request has as many tokens."""
     counts = _divided_up(seq_lens, split_tile_size)
-    out.copy_(counts[:, None].expand(-1, out.shape[0] // counts.shape[0]).flatten())
+    out.copy_(counts.repeat_interleave(out.shape[0] // counts.shape[0]))
 
 
 def full_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
@@ -126,19 +126,18 @@ def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
     """Write the place in all work at which each part of the device begins, and behind them where the last one ends.
 
     A part takes whole requests while its share lasts, and then blocks of the next one, if it can begin with that. Where
-    a part ends depends on where it begins: `ends` has this for each place, then for two parts at once, four, and so on.
+    a part ends depends on where it begins: `ends` has this for each place, then for two parts in a row, four, and so
+    on, so that the parts that are known give as many more.
     """
     work, parts = page_table.numel() + page_table.shape[0] * _OVERHEAD, out.shape[0] - 1
     places = torch.arange(work + 1, dtype=int32, device=out.device)
     reach = places + _divided_up(cost_offsets[-1:], parts) + _OVERHEAD
     unused = _located(cost_offsets, reach)[1].clamp(max=_OVERHEAD)
     ends = torch.minimum(reach - unused, cost_offsets[-1:])
-    number = torch.arange(parts + 1, device=out.device)
-    starts, step = torch.zeros_like(number, dtype=int32), 1
-    while step <= parts:
-        starts = torch.where(number // step % 2 > 0, ends[starts], starts)
-        ends, step = ends[ends], step * 2
-    out.copy_(starts)
+    starts = places[:1]
+    while starts.shape[0] <= parts:
+        starts, ends = torch.cat([starts, ends[starts]]), ends[ends]
+    out.copy_(starts[: parts + 1])
 
 
 def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) -> Tensor:
@@ -152,8 +151,8 @@ def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) 
     before = torch.searchsorted(part_offsets, cost_offsets[first], right=True)
     split = (torch.arange(1, first.shape[0] + 1, device=first.device) - before).clamp(min=0)
     either = (first == last) & ((begin > 0) | is_cut)
-    columns = (first, last, begin, end, split, (begin > 0) | either, is_cut | either, torch.zeros_like(first))
-    return torch.stack([one.to(int32) for one in columns], 1)
+    columns = (first, last, begin, end, split, (begin > 0) | either, is_cut | either, first * 0)
+    return torch.stack(columns, 1).to(int32)
 
 
 def split_offsets(cost_offsets: Tensor, part_offsets: Tensor) -> Tensor:

@@ -202,9 +202,12 @@ class DraftSampling(Inputs):
     top_ks: Tensor = copied(BATCH, dtype=int32, pad=VOCAB)
 
 
-class Sampling(DraftSampling, drop=["draft_probs"]):
-    """A mixin: inputs for sampling in the graph, as SGLang and vLLM feed them; those of `DraftSampling`, and further.
+class Sampling(Inputs):
+    """A mixin: inputs for sampling in the graph, as SGLang and vLLM feed them.
 
+    sampling_seed: one a request, so that a run can be repeated.
+    temperatures: logits are divided by them; 1 in padded rows, since 0 would make NaN of them.
+    top_ks: the whole vocabulary in padded rows, so that nothing is cut off.
     top_ps: 1 in padded rows, so that nothing is cut off.
     min_ps: 0 in padded rows, so that nothing is cut off.
     frequency_penalties: 0 in padded rows: none.
@@ -212,6 +215,9 @@ class Sampling(DraftSampling, drop=["draft_probs"]):
     repetition_penalties: 1 in padded rows, since logits are divided by it.
     """
 
+    sampling_seed: Tensor = copied(BATCH, dtype=int64, pad=0)
+    temperatures: Tensor = copied(BATCH, 1, dtype=float32, pad=1)
+    top_ks: Tensor = copied(BATCH, dtype=int32, pad=VOCAB)
     top_ps: Tensor = copied(BATCH, dtype=float32, pad=1)
     min_ps: Tensor = copied(BATCH, dtype=float32, pad=0)
     frequency_penalties: Tensor = copied(BATCH, dtype=float32, pad=0)

@@ -1,5 +1,6 @@
 """Each declaration holds, byte for byte, what the library's own builder makes: live rows and tails."""
 
+import itertools
 import random
 import types
 from typing import Any
@@ -8,7 +9,7 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, attention
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, attention, errors, standard
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.engine.compiled import AS_ONE
@@ -60,6 +61,32 @@ def test_filled_slots_are_the_builders(name: str, page: int, batches: int, backe
         padded = {BATCH: bucket, TOKENS: bucket * (6 if kinds.is_ragged(name) else 1)}
         view = buffers.at(padded).fill(kinds.batch_of(one, name, backend.device, seed))
         assert_built(view, name, kinds.padded(one, name, 1, bucket, backend))
+
+
+@pytest.mark.parametrize(
+    "bases",
+    [
+        (standard.DecodeInputs, standard.Mamba, attention.FlashInferDecode),
+        (standard.DecodeInputs, attention.PooledCache, attention.FlashAttention),
+        (standard.TargetVerifyInputs, attention.LinearAttentionVerify, attention.FlashInferVerify),
+        (standard.DraftExtendInputs, attention.SparseIndexer, attention.FlashAttention),
+        (standard.BreakableInputs, attention.LinearAttention, attention.FlashAttentionPrefill),
+        (standard.BreakableInputs, attention.FlashInferPrefill, attention.LinearAttention),
+        (standard.DecodeInputs, standard.HostLengths, attention.FusedInferAttention),
+        (standard.DecodeInputs, attention.FlashMLA, attention.FlexDecode, standard.Lora, standard.Sampling),
+    ],
+)
+def test_they_mix_with_standard_declarations(bases: tuple[type[Inputs], ...]) -> None:
+    """In any order, with the slots of all."""
+    for order in itertools.permutations(bases):
+        made: Any = types.new_class("Mixed", order, {})
+        assert {*made.slotgraph.slots} == {slot for base in bases for slot in base.slotgraph.slots}
+
+
+def test_layouts_that_differ_do_not_mix() -> None:
+    """Pages and tokens have the same name in two libraries; one class cannot have both."""
+    with pytest.raises(errors.DeclarationErrors, match="breaks 2 rules"):  # kv_indptr and kv_indices
+        types.new_class("Torn", (attention.FlashInferDecode, attention.TritonDecode), {})
 
 
 HALVES = ((0, 3), (3, 8))
