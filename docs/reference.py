@@ -1,7 +1,8 @@
 """Write the reference from docstrings, signatures and annotations: `make reference`, or `python docs/reference.py`.
 
-It writes docs/reference.md, one page for each public module into docs/reference/, and the tables of standard slots into
-docs/standard.md. docs/reference.toml has what the package does not say. A test fails if a file is not up to date.
+It writes docs/reference.md, one page for each public module into docs/reference/, and the tables of ready-made slots
+into docs/standard.md and docs/attention.md. docs/reference.toml has what the package does not say. A test fails if a
+file is not up to date.
 """
 
 import ast
@@ -49,6 +50,8 @@ In types, `V` is your declaration class, a subclass of [`Inputs`](reference/slot
 your step returns.
 """
 MARK: Final = "<!-- generated: standard slots -->\n"
+READY: Final = ("standard", "attention")
+"""Modules of ready-made declarations, each with a page of its name."""
 
 
 @attrs.frozen
@@ -83,7 +86,7 @@ def load(path: str) -> Any:
 
 
 def is_standard(value: Any) -> bool:
-    """Return whether a name is a declaration, whose slots are on the page of standard declarations."""
+    """Return whether a name is a declaration, whose slots are on the page of its module."""
     return inspect.isclass(value) and issubclass(value, Inputs) and value is not Inputs
 
 
@@ -95,7 +98,7 @@ def places() -> dict[str, str]:
         seen = collections.Counter[str]()
         for entry in own:
             if is_standard(entry.value):
-                found[entry.name] = found[f"standard.{entry.name}"] = f"../standard.md#{entry.name.lower()}"
+                found[entry.name] = found[f"{page}.{entry.name}"] = f"../{page}.md#{entry.name.lower()}"
                 continue
             for name in (entry.name, *(f"{entry.name}.{method}" for method in own_methods(entry.value))):
                 anchor = re.sub(r"\W", "", name.lower())
@@ -315,8 +318,11 @@ def pages() -> dict[Path, str]:
         listed = re.sub(r"\]\((?=\w+\.md)", "](reference/", listed).replace("](../", "](")
         index += [f"## [{module}](reference/{page}.md)", "", head, "", listed]
     found[DOCS / "reference.md"] = "\n".join(index).strip() + "\n"
-    before, mark, _ = (DOCS / "standard.md").read_text(encoding="utf-8").partition(MARK)
-    found[DOCS / "standard.md"] = f"{before}{mark}\n" + "\n".join(tables()).strip() + "\n"
+    for name in READY:
+        path = DOCS / f"{name}.md"
+        before, mark, _ = path.read_text(encoding="utf-8").partition(MARK)
+        made = "\n".join(tables(importlib.import_module(f"slotgraph.{name}"))).strip()
+        found[path] = f"{before}{mark}\n{made}\n"
     return found
 
 

@@ -1,8 +1,9 @@
-"""The tables of standard slots, which `make reference` writes into docs/standard.md."""
+"""The tables of ready-made slots, which `make reference` writes into docs/standard.md and docs/attention.md."""
 
 import inspect
 import re
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Final
 
 import torch
@@ -17,10 +18,10 @@ CUDA: Final = Capabilities(roles={"cache_loc": torch.int64}, fills={"seq_len_fil
 NPU: Final = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
 
 
-def tables() -> Iterator[str]:
-    """A heading, a sentence and a table for each standard declaration, with the slots that it adds."""
-    for name in standard.__all__:
-        inputs = getattr(standard, name)
+def tables(module: ModuleType) -> Iterator[str]:
+    """A heading, a sentence and a table for each declaration of a module, with the slots that it adds."""
+    for name in module.__all__:
+        inputs = getattr(module, name)
         if not (inspect.isclass(inputs) and issubclass(inputs, Inputs)):
             continue
         yield from (f"### `{name}`", "", (inputs.__doc__ or "").split("\n")[0], "")

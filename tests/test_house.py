@@ -31,6 +31,7 @@ import typer.testing
 from torch.utils._device import _device_constructors
 
 import slotgraph
+import slotgraph.attention
 from slotgraph import BATCH, TOKENS, EagerRunner, InputBuffers, Inputs, copied
 from slotgraph.backends import load, names
 from slotgraph.errors import SlotGraphError
@@ -41,7 +42,9 @@ from tests.runners.models import decoder, ready
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dataflow", "backends", "runners")
 FACE = ROOT / "src" / "slotgraph"
-SHOWN = "__init__ __main__ _face config errors extend graphs metrics pool ranks reports speculative standard testing"
+SHOWN = (
+    "__init__ __main__ _face attention config errors extend graphs metrics pool ranks reports speculative standard testing"
+)
 PAGES = tuple(f"{name}.py" for name in SHOWN.split())
 FORBIDDEN = {"dataflow": {"backends", "runners"}, "backends": {"runners"}, "runners": set[str]()}
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
@@ -236,16 +239,16 @@ def below(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def test_errors_and_declarations_are_public() -> None:
-    """Each error can be imported from `slotgraph.errors`, each standard declaration from `slotgraph.standard`."""
+    """Each error can be imported from `slotgraph.errors`, each ready-made declaration from its public module."""
     errors = [one for one in below(SlotGraphError) if one.__name__.endswith(("Error", "Errors"))]
     inputs = [one for one in below(slotgraph.Inputs) if "slotgraph" in vars(one)]  # the others are of views
-    declared = [one for one in inputs if one.__module__ == "slotgraph.standard"]
+    ready = {
+        module: [one for one in inputs if one.__module__ == module.__name__]
+        for module in (slotgraph.standard, slotgraph.attention)
+    }
     assert len(errors) > 10
-    assert len(declared) > 20
-    public: list[tuple[Any, list[Any]]] = [
-        (slotgraph.errors, [SlotGraphError, *errors]),
-        (slotgraph.standard, declared),
-    ]
+    assert [len(declared) > 5 for declared in ready.values()] == [True, True]
+    public: list[tuple[Any, list[Any]]] = [(slotgraph.errors, [SlotGraphError, *errors]), *ready.items()]
     for module, classes in public:
         assert [one for one in classes if getattr(module, one.__name__, None) is not one] == []
 

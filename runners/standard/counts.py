@@ -31,6 +31,8 @@ FRONT: Final = Axis("FRONT", fixed=True)
 """Tokens of a request that come before its drafts in a multi-layer draft-extend."""
 INDEX_TOPK: Final = Axis("INDEX_TOPK", fixed=True)
 """Cached tokens that sparse attention chooses for each token."""
+ADAPTERS: Final = Axis("ADAPTERS", fixed=True)
+"""Low-rank adapters that are loaded at once."""
 DP: Final = Axis("DP", fixed=True)
 """Data-parallel ranks with token counts of their own, or 1 if one count serves all."""
 MODEL_DTYPE: Final = Role("model_dtype", torch.bfloat16)
@@ -208,6 +210,11 @@ def first_tokens(extend_seq_lens: torch.Tensor, input_ids: torch.Tensor) -> torc
     """
     starts = extend_seq_lens.cumsum(0) - extend_seq_lens
     return starts.clamp(max=max(input_ids.shape[0] - 1, 0)).to(torch.int32)  # lengths that are not copied may be int64
+
+
+def segment_offsets(seg_lens: torch.Tensor) -> torch.Tensor:
+    """Return where each request's tokens begin, and behind them how many there are."""
+    return torch.nn.functional.pad(seg_lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def even_starts(step: Step) -> torch.Tensor:

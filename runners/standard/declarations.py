@@ -16,7 +16,7 @@ from ...dataflow.slots import computed, constant, copied, output, staged
 from ...dataflow.sources import side
 from ...dataflow.tails import keep, once
 from . import counts
-from .counts import CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, MODEL_DTYPE, STEPS, TOPK, VOCAB
+from .counts import ADAPTERS, CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, MODEL_DTYPE, STEPS, TOPK, VOCAB
 
 
 class Requests(Inputs):
@@ -200,6 +200,46 @@ class DraftSampling(Inputs):
     sampling_seed: Tensor = copied(BATCH, dtype=int64, pad=0)
     temperatures: Tensor = copied(BATCH, 1, dtype=float32, pad=1)
     top_ks: Tensor = copied(BATCH, dtype=int32, pad=VOCAB)
+
+
+class Sampling(Inputs):
+    """A mixin: inputs for sampling in the graph, as SGLang and vLLM feed them.
+
+    sampling_seed: one a request, so that a run can be repeated.
+    temperatures: logits are divided by them; 1 in padded rows, since 0 would make NaN of them.
+    top_ks: the whole vocabulary in padded rows, so that nothing is cut off.
+    top_ps: 1 in padded rows, so that nothing is cut off.
+    min_ps: 0 in padded rows, so that nothing is cut off.
+    frequency_penalties: 0 in padded rows: none.
+    presence_penalties: 0 in padded rows: none.
+    repetition_penalties: 1 in padded rows, since logits are divided by it.
+    """
+
+    sampling_seed: Tensor = copied(BATCH, dtype=int64, pad=0)
+    temperatures: Tensor = copied(BATCH, 1, dtype=float32, pad=1)
+    top_ks: Tensor = copied(BATCH, dtype=int32, pad=VOCAB)
+    top_ps: Tensor = copied(BATCH, dtype=float32, pad=1)
+    min_ps: Tensor = copied(BATCH, dtype=float32, pad=0)
+    frequency_penalties: Tensor = copied(BATCH, dtype=float32, pad=0)
+    presence_penalties: Tensor = copied(BATCH, dtype=float32, pad=0)
+    repetition_penalties: Tensor = copied(BATCH, dtype=float32, pad=1)
+
+
+class Lora(Inputs):
+    """A mixin: low-rank adapters, of which each request has one, as SGLang feeds them (lora/utils.py, commit 01235a1).
+
+    weight_indices: the adapter of each request; padded rows have adapter 0, and their result is not used.
+    lora_ranks: the rank of each adapter, 0 for none: an engine keeps them, and changes them as it loads adapters.
+    scalings: what each adapter's result is multiplied by.
+    seg_lens: each request has WIDTH tokens.
+    seg_indptr: where each request's tokens begin, and behind them how many there are.
+    """
+
+    weight_indices: Tensor = copied(BATCH, dtype=int32, pad=0)
+    lora_ranks: Tensor = copied(ADAPTERS, dtype=int32)
+    scalings: Tensor = copied(ADAPTERS, dtype=float32)
+    seg_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
+    seg_indptr: Tensor = computed(counts.segment_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class DraftExtendInputs(Requests):

@@ -1,7 +1,7 @@
 """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs.
 
 Less common names are in `slotgraph.standard`, `.errors`, `.graphs`, `.speculative`, `.ranks`, `.pool`, `.config`,
-`.testing`, `.extend`, `.reports`, `.metrics` and `.backends`.
+`.testing`, `.attention`, `.extend`, `.reports`, `.metrics` and `.backends`.
 """
 
 import importlib
@@ -14,7 +14,8 @@ import slotgraph.dataflow.log  # noqa: F401 - it reads structlog's defaults befo
 __version__ = "0.1.0"
 # fmt: off
 _SUBMODULES = {
-    "backends", "config", "errors", "extend", "graphs", "metrics", "pool", "ranks", "reports", "speculative",
+    "attention", "backends", "config", "errors", "extend", "graphs", "metrics", "pool", "ranks", "reports",
+    "speculative",
     "standard", "testing",
 }
 # fmt: on

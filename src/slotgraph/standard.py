@@ -3,24 +3,25 @@
 # fmt: off
 from slotgraph import _publish  # noqa: I001 - several names a line
 from slotgraph.runners.standard.counts import (
-    CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, MODEL_DTYPE, STEPS, TOPK, VOCAB, Sharding, model_dtype,
+    ADAPTERS, CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, MODEL_DTYPE, STEPS, TOPK, VOCAB, Sharding, model_dtype,
 )
 from slotgraph.runners.standard.declarations import (
     BoundedContext, BreakableInputs, ContextLengths, DataParallelAgreed, DataParallelAgreedExtend,
     DataParallelCarried, DataParallelGathered, DataParallelGatheredExtend, DecodeInputs, DraftExtendInputs,
     DraftInputs, DraftMrope, DraftPrefillInputs, DraftSampling, EagerInputs, EncoderDecoder, ExpertParallel,
-    ExpertParallelSharded, HostLengths, InputEmbeds, Mamba, Mrope, MultiLayerDraftExtendInputs, NgramEmbedding,
-    PipelineIndices, PipelineProxies, PrefillInputs, Requests, SlidingWindow, TargetVerifyInputs,
+    ExpertParallelSharded, HostLengths, InputEmbeds, Lora, Mamba, Mrope, MultiLayerDraftExtendInputs, NgramEmbedding,
+    PipelineIndices, PipelineProxies, PrefillInputs, Requests, Sampling, SlidingWindow,
+    TargetVerifyInputs,
 )
 
 __all__ = [
-    "CONTEXT", "DP", "FILL", "FRONT", "HIDDEN", "INDEX_TOPK", "MODEL_DTYPE", "STEPS", "TOPK", "VOCAB",
+    "ADAPTERS", "CONTEXT", "DP", "FILL", "FRONT", "HIDDEN", "INDEX_TOPK", "MODEL_DTYPE", "STEPS", "TOPK", "VOCAB",
     "BoundedContext", "BreakableInputs", "ContextLengths", "DataParallelAgreed", "DataParallelAgreedExtend",
     "DataParallelCarried", "DataParallelGathered", "DataParallelGatheredExtend", "DecodeInputs", "DraftExtendInputs",
     "DraftInputs", "DraftMrope", "DraftPrefillInputs", "DraftSampling", "EagerInputs", "EncoderDecoder",
-    "ExpertParallel", "ExpertParallelSharded", "HostLengths", "InputEmbeds", "Mamba", "Mrope",
+    "ExpertParallel", "ExpertParallelSharded", "HostLengths", "InputEmbeds", "Lora", "Mamba", "Mrope",
     "MultiLayerDraftExtendInputs", "NgramEmbedding", "PipelineIndices", "PipelineProxies", "PrefillInputs",
-    "Requests", "Sharding", "SlidingWindow", "TargetVerifyInputs", "model_dtype",
+    "Requests", "Sampling", "Sharding", "SlidingWindow", "TargetVerifyInputs", "model_dtype",
 ]
 # fmt: on
 

@@ -26,6 +26,7 @@ FIXED: Final[Sizes] = {
     standard.FRONT: 1,
     standard.INDEX_TOPK: 3,
     standard.DP: 2,
+    standard.ADAPTERS: 3,
 }
 CLASSES: Final[dict[str, type[Inputs]]] = {
     name: found

@@ -26,6 +26,7 @@ BASES = (
 MIXINS = (
     *(standard.SlidingWindow, standard.Mrope, standard.InputEmbeds, standard.Mamba, standard.EncoderDecoder),
     *(standard.NgramEmbedding, standard.PipelineProxies, standard.PipelineIndices, standard.DraftSampling),
+    *(standard.Sampling, standard.Lora),
     *(standard.BoundedContext, standard.HostLengths, standard.ContextLengths),
 )
 EXPERTS = (standard.ExpertParallel, standard.ExpertParallelSharded)

@@ -72,6 +72,10 @@ class Draft(standard.DraftInputs, standard.DraftSampling, standard.DraftMrope, s
     """A sampled draft of two branches."""
 
 
+class Sampled(standard.DecodeInputs, standard.Sampling, standard.Lora):
+    """Decode with sampling in the graph and adapters."""
+
+
 class Extend(standard.DataParallelGatheredExtend, standard.DraftExtendInputs):
     """Two tokens a request."""
 
@@ -81,7 +85,7 @@ class MultiLayer(standard.MultiLayerDraftExtendInputs, standard.Mrope):
 
 
 WIDTHS: dict[type[Inputs], int] = {
-    **dict.fromkeys((DecodeOfAll, standard.EagerInputs, Prefill), 1),
+    **dict.fromkeys((DecodeOfAll, standard.EagerInputs, Prefill, Sampled), 1),
     **dict.fromkeys((Breakable, Draft, Extend), 2),
     **dict.fromkeys((Verify, MultiLayer), 3),
 }

@@ -29,7 +29,7 @@ def standard_slots() -> Any:
 
 def test_every_slot_has_a_row_and_a_reason() -> None:
     """Below each class's heading stand its sentence and a row for each slot that it adds, with the reason."""
-    tables = "\n".join(standard_slots().tables())
+    tables = "\n".join(standard_slots().tables(standard))
     for inputs in CLASSES.values():
         own = [name for name in inspect.get_annotations(inputs) if name in inputs.slotgraph.slots]
         assert sorted(standard_slots().whys(inputs)) == sorted(own)

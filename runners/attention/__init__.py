@@ -1,0 +1,1 @@
+"""What attention kernels read besides lengths and pages, ready to subclass. `slotgraph.attention` exports it."""

@@ -1,0 +1,196 @@
+"""Layouts of attention kernels: axes, and functions that make each slot from lengths and a page table."""
+
+from typing import Final
+
+import torch
+from torch import Tensor, int32
+
+from ...dataflow.axes import BATCH, TOKENS, Axis, Step
+
+PAGES: Final = Axis("PAGES", fixed=True)
+"""The most pages that one request may have."""
+PAGE_SIZE: Final = Axis("PAGE_SIZE", fixed=True)
+"""Tokens in one page of the KV cache."""
+POOL: Final = Axis("POOL", fixed=True)
+"""Rows of the table of a pool of requests, the reserved row 0 included."""
+SM_PARTS: Final = Axis("SM_PARTS", fixed=True)
+"""Parts of the device that FlashMLA spreads its work over."""
+CHUNK: Final = Axis("CHUNK", fixed=True)
+"""Tokens in one chunk of linear attention."""
+CHUNKS: Final = Axis("CHUNKS", fixed=True)
+"""The most chunks that a step may have: its tokens divided by CHUNK, and one for each request."""
+TILE: Final = Axis("TILE", fixed=True)
+"""Keys in one part of a request, if all parts have as many."""
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """Return where each request's items begin, and behind them the total: int32, one more than there are requests."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=int32), (1, 0))
+
+
+def _divided_up(number: Tensor, divisor: Tensor | int) -> Tensor:
+    return (number + divisor - 1) // divisor
+
+
+def _located(starts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each place the last item that begins there or before, and how far behind its beginning the place is."""
+    items = torch.searchsorted(starts, places, right=True) - 1
+    return items, places - starts[items]
+
+
+def length_offsets(seq_lens: Tensor) -> Tensor:
+    """Return the offsets of each request's tokens in the cache."""
+    return offsets(seq_lens)
+
+
+def query_offsets(extend_seq_lens: Tensor) -> Tensor:
+    """Return the offsets of each request's query tokens."""
+    return offsets(extend_seq_lens)
+
+
+def query_ends(step: Step) -> list[int]:
+    """Return where each request's query tokens end if each has as many: a list, which host parameters take."""
+    requests = step.padded(BATCH)
+    return [(row + 1) * step.padded(TOKENS) // requests for row in range(requests)]
+
+
+def page_offsets(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return the offsets of each request's pages."""
+    return offsets(_divided_up(seq_lens, page_size))
+
+
+def _packed(indptr: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each place of a packed list whether it is in use, and the request and the item that it holds."""
+    requests, items = _located(indptr, torch.arange(capacity, dtype=int32, device=indptr.device))
+    in_use = requests < indptr.shape[0] - 1
+    return in_use, requests * in_use, items * in_use
+
+
+def packed_pages(page_table: Tensor, kv_indptr: Tensor) -> Tensor:
+    """Return the pages of all requests one behind the other, and 0 behind the last."""
+    in_use, requests, pages = _packed(kv_indptr, page_table.numel())
+    return page_table[requests, pages] * in_use
+
+
+def packed_tokens(page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out: Tensor) -> None:
+    """Write the places of all requests' tokens one behind the other, and 0 behind the last."""
+    in_use, requests, tokens = _packed(kv_indptr, out.shape[0])
+    places = page_table[requests, tokens // page_size].to(out.dtype) * page_size + tokens % page_size
+    out.copy_(places * in_use)
+
+
+def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return the tokens in each request's last page: 0 for a request without tokens, else 1 to the page's size."""
+    return (((seq_lens - 1) % page_size + 1) * (seq_lens > 0)).to(int32)
+
+
+def lengths_in_int32(seq_lens: Tensor) -> Tensor:
+    """Return the lengths in the dtype that kernels take."""
+    return seq_lens.to(int32)
+
+
+def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
+    """Write into how many parts of one size each token's keys are split. Every request has as many tokens."""
+    counts = _divided_up(seq_lens, split_tile_size)
+    out.copy_(counts.repeat_interleave(out.shape[0] // counts.shape[0]))
+
+
+def full_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return how many pages of each request are full, as flex attention shapes it."""
+    return (seq_lens // page_size).to(int32)[:, None, None]
+
+
+def part_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return 1 for each request whose last page is not full, else 0, as flex attention shapes it."""
+    return (seq_lens % page_size > 0).to(int32)[:, None, None]
+
+
+def part_page_indices(page_table: Tensor, full_kv_num_blocks: Tensor, kv_num_blocks: Tensor) -> Tensor:
+    """Return each request's pages with the one that is not full, if there is one, in front of all others."""
+    columns = torch.arange(page_table.shape[1], device=page_table.device)
+    front = (full_kv_num_blocks * kv_num_blocks)[:, 0]
+    order = torch.where(columns == 0, front, columns - (columns <= front).long())
+    return page_table.gather(1, order)[:, None, None]
+
+
+_OVERHEAD: Final = 5
+"""FlashMLA's `fixed_overhead_num_blocks`: what beginning with a request costs, in blocks."""
+
+
+def block_costs(seq_lens: Tensor, page_size: Tensor) -> Tensor:
+    """Return the offsets of each request's work: its blocks, at least one, and the cost of beginning with it."""
+    return offsets(_divided_up(seq_lens, page_size).clamp(min=1) + _OVERHEAD)
+
+
+def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
+    """Write the place in all work at which each part of the device begins, and behind them where the last one ends.
+
+    A part takes whole requests while its share lasts, and then blocks of the next one, if it can begin with that. Where
+    a part ends depends on where it begins: `ends` has this for each place, then for two parts in a row, four, and so
+    on, so that the parts that are known give as many more.
+    """
+    work, parts = page_table.numel() + page_table.shape[0] * _OVERHEAD, out.shape[0] - 1
+    places = torch.arange(work + 1, dtype=int32, device=out.device)
+    reach = places + _divided_up(cost_offsets[-1:], parts) + _OVERHEAD
+    unused = _located(cost_offsets, reach)[1].clamp(max=_OVERHEAD)
+    ends = torch.minimum(reach - unused, cost_offsets[-1:])
+    starts = places[:1]
+    while starts.shape[0] <= parts:
+        starts, ends = torch.cat([starts, ends[starts]]), ends[ends]
+    out.copy_(starts[: parts + 1])
+
+
+def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) -> Tensor:
+    """Return for each part its first and last request, blocks of these, first split, and whether they are split."""
+    first, begin = _located(cost_offsets, part_offsets[:-1])
+    last, end = _located(cost_offsets, part_offsets[1:])
+    is_cut = end > 0
+    last = torch.where(is_cut, last, last - 1)
+    blocks = cost_offsets[last + 1] - cost_offsets[last] - _OVERHEAD
+    end = torch.where(is_cut, end, blocks * (seq_lens[last] > 0))
+    before = torch.searchsorted(part_offsets, cost_offsets[first], right=True)
+    split = (torch.arange(1, first.shape[0] + 1, device=first.device) - before).clamp(min=0)
+    either = (first == last) & ((begin > 0) | is_cut)
+    columns = (first, last, begin, end, split, (begin > 0) | either, is_cut | either, first * 0)
+    return torch.stack(columns, 1).to(int32)
+
+
+def split_offsets(cost_offsets: Tensor, part_offsets: Tensor) -> Tensor:
+    """Return the offsets of each request's splits: one, and one more for each part that begins inside of it."""
+    is_cut = _located(cost_offsets, part_offsets)[1] > 0
+    cuts = (is_cut & (part_offsets < cost_offsets[:, None])).sum(1)
+    return (torch.arange(cuts.shape[0], device=cuts.device) + cuts).to(int32)
+
+
+def pooled_pages(req_to_token: Tensor, req_pool_indices: Tensor, page_size: Tensor, out: Tensor) -> None:
+    """Write each request's pages: those of its first token in each page."""
+    first_tokens = torch.arange(out.shape[1], device=out.device) * page_size
+    out.copy_(req_to_token[req_pool_indices[:, None], first_tokens] // page_size)
+
+
+def chunk_offsets(extend_seq_lens: Tensor, chunk_size: Tensor) -> Tensor:
+    """Return the offsets of each request's chunks: int64, as flash-linear-attention has them."""
+    return offsets(_divided_up(extend_seq_lens, chunk_size)).long()
+
+
+def chunk_indices(chunk_offsets: Tensor, out: Tensor) -> None:
+    """Write the request of each chunk, and its number there. Those in the tail are behind the last one's end."""
+    places = torch.arange(out.shape[0], device=out.device)
+    requests = _located(chunk_offsets, places)[0].clamp(max=chunk_offsets.shape[0] - 2)
+    out.copy_(torch.stack([requests, places - chunk_offsets[requests]], 1))
+
+
+def are_cached(extend_prefix_lens: Tensor) -> Tensor:
+    """Return whether each request has cached tokens, and so a state to begin with."""
+    return extend_prefix_lens > 0
+
+
+def live_query_offsets(state_indices: Tensor) -> Tensor:
+    """Return the offsets of query tokens: as many as states for each request that has some, none for others."""
+    return offsets((state_indices[:, 0] >= 0) * state_indices.shape[1])
+
+
+def lengths_by_token(seq_lens: Tensor, out: Tensor) -> None:
+    """Write how many keys each query token sees if every request has as many: one more for each next token."""
+    width = out.shape[0] // seq_lens.shape[0]
+    out.copy_((seq_lens[:, None] + torch.arange(1 - width, 1, device=out.device)).clamp(min=0).flatten())
