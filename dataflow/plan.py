@@ -254,7 +254,7 @@ def packed_bytes(declaration: Declaration, sizes: Sizes, capabilities: Capabilit
     for name, slot in declaration.slots.items():
         widest = max(one.itemsize for one in (resolve_dtype(slot.dtype, capabilities), *slot.converts_from()))
         shape = extent(slot.shape, sizes)
-        nbytes = math.prod(shape) * widest + slot.ragged * WORD * math.prod(shape[:1])
+        nbytes = math.prod(shape) * widest + bool(slot.ragged) * WORD * math.prod(shape[:1])
         if slot.placement == DEVICE and nbytes < LARGE_BYTES and not slot.is_state:
             found[name] = rounded(nbytes)
     return found

@@ -608,7 +608,7 @@ class OwnGraphs(Runner[V, Any]):
         self.sizes = {rows: largest}
         self.eager = EagerRoutes(stage, self.name, self._table, buffers=layer.buffers)
         varying = stage.declaration.varying
-        check_output_rows(output_rows, varying)
+        check_output_rows(output_rows, [axis for axis in (TOKENS, BATCH) if axis in varying])
         self.cuts = output_rows is not None
         self.graphs = GraphSet(
             stage,

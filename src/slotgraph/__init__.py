@@ -15,8 +15,7 @@ __version__ = "0.1.0"
 # fmt: off
 _SUBMODULES = {
     "attention", "backends", "config", "errors", "extend", "graphs", "metrics", "pool", "ranks", "reports",
-    "speculative",
-    "standard", "testing",
+    "speculative", "standard", "testing",
 }
 # fmt: on
 
