@@ -21,7 +21,7 @@ from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
 from slotgraph.dataflow.transition import Transition
 from slotgraph.runners import decode, tree
-from slotgraph.runners.engine import config, current, graphs, outputs, routes, sharing
+from slotgraph.runners.engine import config, current, graphs, outputs, routes, selection, sharing
 from slotgraph.runners.engine.capture import FORKS
 from slotgraph.runners.engine.runner import Runner
 from slotgraph.runners.engine.stage import Stage
@@ -386,6 +386,18 @@ def fields_make_no_difference(old: Any, *given: Any) -> str:
     """Compare no field: a batch whose field differs from the captured value is replayed with that."""
     del old, given
     return ""
+
+
+@fault(
+    ROUTES,
+    selection.Variant,
+    "select",
+    "regressions/test_reports.py::test_transformers_45323_a_max_seqlen_frozen_in_a_graph",
+)
+def any_graph_froze_enough(old: Any, self: Any, value: Any) -> Any:
+    """Take the graph of the smallest number for every number: its step reads no further than that."""
+    del old, value
+    return self.values[0]
 
 
 @fault(ROUTES, decode.CapturingRunner, "_graph_route", "invariants/test_tails.py::test_absent_slots_are_none")

@@ -274,7 +274,7 @@ def test_a_check_finds_nothing(backend: Backend, grid: str) -> None:
     def made(rows: Any, seed: torch.Generator) -> dict[str, Any]:
         sizes = dict(zip(runner.axes, rows if isinstance(rows, tuple) else (rows,), strict=True))
         own = sizes.get(BATCH, 1), sizes.get(KV, 5), sizes.get(TOKENS, 9)
-        return batch_of(seed.initial_seed(), backend.device, each, own) | {"loras": 1}
+        return batch_of(seed.initial_seed(), backend.device, each, own) | {"loras": 0, "causal": False}
 
     report = slotgraph.check(runner, made, rounds=1, progress=False)
     assert report.findings == ()

@@ -13,8 +13,9 @@ from torch._C._distributed_c10d import HashStore
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError
+from slotgraph.dataflow.errors import BatchError, ConfigError
 from slotgraph.extend import HOST
+from slotgraph.graphs import GraphRunner, variant
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.counts import DP
 from tests.ranks.stepping import runner_on, tokens_of_ranks
@@ -145,3 +146,31 @@ def test_steps_ahead_count_the_requests_of_this_step(backend: Backend, alone: Ra
         if step.number == 8:
             step.leave([11, 12, 13, 20])
     assert sizes == [3, 3, 1, 1, 5, 5, 4, 4, 4]
+
+
+class Told(Inputs):
+    table: torch.Tensor = copied(BATCH, TOKENS, dtype=torch.int64, pad=0)
+    most: int = 4
+
+
+def test_ranks_with_the_same_batches_have_grids_and_variants(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is exchanged, so a bucket may have several sizes, and a graph a value; other ranks are refused."""
+
+    def made(ranks: Ranks | None, **options: Any) -> Any:
+        keys: Any = {"buckets": {BATCH: [2, 4], TOKENS: [3, 9]}, "variants": [variant("most", at_least=[4, 8])]}
+        given: Any = {**keys, "backend": "cpu-capture", "progress": False, "ranks": ranks, **options}
+        return GraphRunner(Told, lambda view: view.table.sum(1) * view.most, **given)
+
+    one, other = made(alone), made(None)
+    for runner in (one, other):
+        runner.capture()
+    for requests, tokens, most in ((1, 2, 3), (3, 9, 7), (4, 4, 9), (5, 1, 1), (2, 2, 2)):
+        batch = {"table": torch.ones(requests, tokens, dtype=torch.int64), "most": most}
+        assert one.decide(batch) == other.decide(batch)
+        assert torch.equal(one(batch), other(batch))
+    assert one.stats()["rows"] == other.stats()["rows"]
+    monkeypatch.setattr(Ranks, "quiet", property(lambda _: False))
+    with pytest.raises(ConfigError, match="has buckets on BATCH and TOKENS and variants: only ranks that"):
+        made(alone)
+    with pytest.raises(ConfigError, match="GraphRunner has buckets on BATCH and variants"):
+        made(alone, buckets={BATCH: [2]}, sizes={TOKENS: 9})
