@@ -14,6 +14,7 @@ from .decode import CapturingRunner
 from .engine.config import checked, checked_keys
 from .engine.current import StepLock, Unique, opaque
 from .engine.outputs import Out
+from .engine.stage import Stage
 from .engine.statistics import CaptureReport, Decision, Statistics
 
 When = Callable[[Any], bool]
@@ -64,11 +65,9 @@ class ModeRunner(Unique, Generic[V, Out]):
         capacity, step_lock = dict[Axis, int](), StepLock(type(self).__name__)
         for mode, runner in self.modes.items():
             checked(f"mode {mode!r}", "a runner that captures graphs", runner, CapturingRunner)
-            own, other = [
-                (one.stage.declaration.slots, one.stage.sizes, one.stage.backend.device) for one in (runner, first)
-            ]
+            own, other = [_kind(one.stage) for one in (runner, first)]
             reasons = {
-                "its declaration, settings, sizes or device are not the first mode's": own != other,
+                "its declaration, settings, sizes of fixed axes or device are not the first mode's": own != other,
                 "it shares memory in a pool: leave out phase=": runner.phase is not None,
                 "its ranks have batches of their own, which may have other modes": not runner.coordinator.quiet,
                 "it is captured already: capture the modes together": runner.report is not None,
@@ -172,3 +171,9 @@ class ModeRunner(Unique, Generic[V, Out]):
             one["memory"]["total"] -= one["memory"]["inputs"]
             one["memory"]["inputs"] = 0
         return found
+
+
+def _kind(stage: Stage[Any]) -> tuple[object, ...]:
+    """Return what the stages of all modes have in common."""
+    fixed = {axis: size for axis, size in stage.sizes.items() if axis.fixed}
+    return stage.declaration.slots, fixed, stage.backend.device
