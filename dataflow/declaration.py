@@ -296,24 +296,29 @@ def _faults(made: Declaration) -> Faults:
         yield from ((name, fault) for fault in slot.faults())
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
         yield from ((name, fault) for fault in _rule_faults(name, slot, made))
-        compute = slot.computes()
-        if compute and compute.fills:
-            alike = {other for other, its in made.slots.items() if its.computes() == compute}
-            if wrong := alike.symmetric_difference(compute.fills):
-                each = f"compute each of them by it, and no other slot, see {', '.join(sorted(wrong))}"
-                yield name, f"one call of {compute.name} fills {', '.join(compute.fills)}: {each}"
+        if compute is not None:
+            yield from ((name, fault) for fault in _function_faults(name, slot, compute, made))
         for need in slot.ragged.needs if isinstance(slot.ragged, Compute) else ():
             if need != SETTINGS and need not in made.slots:
                 yield name, f"its ragged= needs {need!r}: name a slot, or `settings`{did_you_mean(need, made.slots)}"
         if name in (STEP, SETTINGS, OUT):
             yield name, "the name has a meaning of its own in slotgraph: choose another"
-        if compute and slot.reads(name) is not None:
-            yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
         if slot.placement == HOST and made.side(name) == DEVICE:
             yield name, "it needs slots on the device but is placed on the host: that would wait for the device"
         argument = slot.argument
         if argument is not None and first.setdefault(argument, name) != name:
             yield name, f"argument {argument!r} takes the value of slot {first[argument]!r}: name another, or drop one"
+
+
+def _function_faults(name: str, slot: Slot, compute: Compute, made: Declaration) -> Iterator[str]:
+    """Yield why a function cannot fill a slot."""
+    if slot.reads(name) is not None:
+        yield "it is copied from the batch and computed, and would hold one or the other: make it two slots"
+    if compute.fills:
+        alike = {other for other, its in made.slots.items() if its.computes() == compute}
+        if wrong := alike.symmetric_difference(compute.fills):
+            each = f"compute each of them by it, and no other slot, see {', '.join(sorted(wrong))}"
+            yield f"one call of {compute.name} fills {', '.join(compute.fills)}: {each}"
 
 
 def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:

@@ -42,7 +42,10 @@ from tests.runners.models import decoder, ready
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dataflow", "backends", "runners")
 FACE = ROOT / "src" / "slotgraph"
-SHOWN = "__init__ __main__ _face attention config errors extend graphs metrics pool ranks reports speculative standard testing"
+SHOWN = (
+    "__init__ __main__ _face attention config errors extend graphs metrics pool ranks reports speculative standard "
+    "testing"
+)
 PAGES = tuple(f"{name}.py" for name in SHOWN.split())
 FORBIDDEN = {"dataflow": {"backends", "runners"}, "backends": {"runners"}, "runners": set[str]()}
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))

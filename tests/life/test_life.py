@@ -40,17 +40,21 @@ class Given:
     live: Sizes
 
 
-def _computed(slot: Computed, known: Mapping[str, Any], shape: torch.Size) -> torch.Tensor:
-    compute = slot.function
-    found = {name: known[name] for name in compute.needs}
+def _computed(name: str, slot: Computed, known: Mapping[str, Any], view: Mapping[str, Any]) -> torch.Tensor:
+    """What a function gives for one of its slots, without a tail."""
+    compute, value = slot.function, view[name]
+    found = {need: known[need] for need in compute.needs}
     arguments = compute.arguments(
-        {name: one.cpu() if isinstance(one, torch.Tensor) else one for name, one in found.items()}
+        {need: one.cpu() if isinstance(one, torch.Tensor) else one for need, one in found.items()}
     )
     if compute.writes_out:
-        out = torch.empty(shape, dtype=next(iter(arguments.values())).dtype)
-        compute.function(**arguments, out=out)
-        return out
-    return torch.as_tensor(compute.function(**arguments)).expand(shape)
+        alike = {one: torch.empty(view[one].shape, dtype=view[one].dtype) for one in compute.fills or (name,)}
+        plain = compute.arguments(alike)
+        compute.function(**arguments, out=plain if compute.fills else alike[name])
+        return alike[name]
+    made = compute.function(**arguments)
+    made = made[compute.fills.index(name)] if compute.fills else made
+    return torch.as_tensor(made).expand(value.shape).to(value.dtype)
 
 
 def _constant(slot: Constant, value: torch.Tensor, capacity: Sizes) -> torch.Tensor:
@@ -213,7 +217,9 @@ class Life(RuleBasedStateMachine):  # one runner at a time, and what plain Pytho
             elif tuple(value.shape) != extent(slot.shape, step.padded_sizes):
                 holds = False
             elif isinstance(slot, Computed):
-                holds = same_bytes(value.cpu(), _computed(slot, known, value.shape).to(value.dtype))
+                made = _computed(name, slot, known, {**view, name: value})
+                live = extent(slot.shape, step.live_sizes) if slot.pad is not None else tuple(value.shape)
+                holds = self._rows(slot, value.cpu(), made[tuple(map(slice, live))], live)
             elif slot.is_state:  # nobody writes it here
                 number: Any = slot.initial()
                 number = resolve_value(number, self.backend.capabilities, {HIDDEN: WIDE})
@@ -230,7 +236,7 @@ class Life(RuleBasedStateMachine):  # one runner at a time, and what plain Pytho
         parts, rule = tuple(slice(0, size) for size in live), slot.rule()
         if source is not None and not same_bytes(value[parts], source.cpu().to(value.dtype)):
             return False
-        if not isinstance(slot, Copied | Staged) or not isinstance(rule, Pad):
+        if not isinstance(slot, Copied | Computed | Staged) or not isinstance(rule, Pad):
             return True
         beyond = torch.ones(value.shape, dtype=torch.bool)
         beyond[parts] = False
@@ -318,7 +324,7 @@ class Life(RuleBasedStateMachine):  # one runner at a time, and what plain Pytho
         slots = self.inputs.slotgraph.slots
         capacity, fits = self.padded(max(buckets)), max(buckets) <= max(self.buckets)
         cut = {one.name: one.view(capacity) for one in self.runner.graphs.buffers if fits}
-        adopted = {name: one for name, one in cut.items() if type(slots[name]) is Copied and one.is_contiguous()}
+        adopted = {name: one for name, one in cut.items() if type(slots.get(name)) is Copied and one.is_contiguous()}
         self.kept = None
         self.make(buckets, data.draw(st.sampled_from(self.lowerings)), lazy=lazy, **adopted)
         places = {one.name: one.tensor.data_ptr() for one in self.runner.graphs.buffers}

@@ -1,0 +1,1 @@
+"""transformers' continuous batching with the inputs and graphs of slotgraph."""

@@ -55,10 +55,13 @@ def inputs_for(kinds: Mapping[str, Layers], dtype: torch.dtype) -> type[Inputs]:
         return {kind: make(layers) for kind, layers in kinds.items()}
 
     class BatchingInputs(Inputs):
-        """Attributes:
-        carried_from: The row of the last step whose token comes here, or -1 if the host knows the token.
-        token_request: The request of each token.
-        key_request: The request of each key.
+        """Tokens and lengths of requests, and the pages of each.
+
+        Attributes:
+            carried_from: The row of the last step whose token comes here, or -1 if the host knows the token.
+            token_request: The request of each token.
+            key_request: The request of each key, by kind of layers.
+            output_ids: What steps chose. It is kept, so that the next step can take tokens from it.
         """
 
         host_ids: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=0)
@@ -68,7 +71,7 @@ def inputs_for(kinds: Mapping[str, Layers], dtype: torch.dtype) -> type[Inputs]:
         query_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
         key_request: Mapping[str, torch.Tensor] = copied(KEYS, dtype=torch.int32, pad=-1, group=group)
         pages: Mapping[str, torch.Tensor] = copied(BATCH, PAGES, dtype=torch.int32, pad=0, ragged=True, group=group)
-        output_ids: torch.Tensor = staged(OUTPUTS, REQUESTS, dtype=torch.int32, starts=0)  # kept from step to step
+        output_ids: torch.Tensor = staged(OUTPUTS, REQUESTS, dtype=torch.int32, starts=0)
         input_ids: torch.Tensor = computed(carry, shape=TOKENS, dtype=torch.int32)
         position_ids: torch.Tensor = computed(position_ids_of, shape=TOKENS, dtype=torch.int32)
         logits_indices: torch.Tensor = computed(last_tokens, shape=BATCH, dtype=torch.int64)
