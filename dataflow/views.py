@@ -248,7 +248,7 @@ def _cut(
         if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
             del made[name]  # its value for all rows is wrong for a part
     known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
-    results = dict[str, Any]()
+    results = dict[tuple[str, ...], dict[str, Any]]()
     with torch.no_grad():
         for name in computed:
             tail = info.tails.get(name)

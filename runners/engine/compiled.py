@@ -112,14 +112,18 @@ def _compiled(calls: Sequence[_Call], backend: str = "inductor") -> Callable[[Se
     """Return one compiled function that makes these calls."""
 
     def run(tensors: Sequence[torch.Tensor]) -> None:
-        results: dict[str, Any] = {}
+        results: dict[tuple[str, ...], dict[str, Any]] = {}
         for call in calls:
             target, compute = tensors[call.target], call.compute
             given: dict[str, Any] = {name: tensors[place] for name, place in call.slots}
             given.update(call.others)
             if call.outs:
                 given[OUT] = {name: tensors[place] for name, place in call.outs.items()}
-            value = part_of(results, compute, call.slot, **given) if compute.fills else compute.function(**given)
+            if compute.fills:
+                parts = results.setdefault(compute.fills, {})
+                value = part_of(parts, compute, call.slot, False, **given)  # noqa: FBT003 - `parts` is this run's own
+            else:
+                value = compute.function(**given)
             if not compute.writes_out:
                 target.copy_(value)
             if call.tail is not None:

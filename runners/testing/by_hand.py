@@ -66,7 +66,7 @@ def fill_by_hand(
     @functools.cache
     def functions(live: Live) -> list[Any]:
         """Return the bound functions for a step of these sizes, cached as handwritten code would."""
-        step, results = declaration.step(live, padded), dict[str, Any]()
+        step, results = declaration.step(live, padded), dict[tuple[str, ...], dict[str, Any]]()
         known = {**declaration.given(step), **views}
         bound = [Computation.bind(name, declaration, known, views[name], results=results) for name in computed]
         return [(one.slot, one.target, one.function, one.fields, step) for one in bound]

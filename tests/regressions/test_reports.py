@@ -349,11 +349,11 @@ def test_sglang_39825_host_values_in_a_graph_of_several_steps() -> None:
     class Drafts(Ids):
         seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
-    def by_host(view: Any) -> torch.Tensor:
+    def by_host(view: Any) -> Any:
         longest = int(view.seq_lens.max())  # read in the capture alone
         return view.ids * (longest + 1) + (longest + 2)
 
-    def by_device(view: Any) -> torch.Tensor:
+    def by_device(view: Any) -> Any:
         longest = view.seq_lens.max()
         return view.ids * (longest + 1) + (longest + 2)
 
@@ -361,8 +361,9 @@ def test_sglang_39825_host_values_in_a_graph_of_several_steps() -> None:
         captured(Drafts, by_host)
     runner = captured(Drafts, by_device)
     for lengths in ([3, 5], [9], [1, 1, 2]):
-        batch = {"ids": draw(1, 9, (len(lengths),), max(lengths)), "seq_lens": lengths}
-        assert torch.equal(runner(batch), batch["ids"] * (max(lengths) + 1) + max(lengths) + 2)
+        ids = draw(1, 9, (len(lengths),), max(lengths))
+        found = runner({"ids": ids, "seq_lens": lengths})
+        assert torch.equal(found, ids * (max(lengths) + 1) + (max(lengths) + 2))
     assert runner.stats()["steps"] == {"graph": 3, "eager": 0}
 
 
@@ -371,7 +372,7 @@ class Told(Inputs):  # rows of a cache, and the longest of them, as an engine te
     max_seqlen: int = 8
 
 
-def attention(view: Any, max_seqlen: int) -> torch.Tensor:
+def attention(view: Any, max_seqlen: int) -> Any:
     """[BATCH]; reads the first rows of the cache, as many as the kernel is launched for."""
     places = torch.arange(max_seqlen)
     return torch.where(places < view.lengths[:, None], places + 1, 0).sum(1)
