@@ -14,6 +14,7 @@ from ...backends.operators import run_under
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
+from ...dataflow.declaration import LIVE_ROWS
 from ...dataflow.errors import RecordingError, ReplayError
 from ...dataflow.slots import BY_STEP
 from ...dataflow.sources import look_up
@@ -110,6 +111,7 @@ def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]
     """Run each batch over two kinds of garbage, and find slots that nothing writes or no operator reads."""
     is_unwritten, present = False, set[str]()
     read = {*trial.read_outside, *(need for slot in trial.slots.values() for need in slot.needs)}
+    read.update(name for name in trial.slots if name.startswith(LIVE_ROWS))  # tails of computed slots depend on these
     for number, one in enumerate(batches):
         trial.fill(one)
         found = [*_unwritten(trial, number)]

@@ -12,7 +12,6 @@ import torch
 import slotgraph
 from slotgraph import (
     BATCH,
-    SEQ_LEN_FILL,
     Axis,
     DecodeRunner,
     EagerRunner,
@@ -65,7 +64,7 @@ def ends(cu_seqlens: torch.Tensor, out: dict[str, torch.Tensor]) -> None:
 class Lengths(Inputs):
     """Lengths, and what follows from them."""
 
-    seq_lens: torch.Tensor = copied(BATCH, dtype=INT, pad=SEQ_LEN_FILL, then=lambda seq_lens: seq_lens + 1)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=INT, pad=1, then=lambda seq_lens: seq_lens + 1)
     cu_seqlens: torch.Tensor = computed(lengths, shape=BATCH + 1, dtype=INT, pad=-1)
     longest: torch.Tensor = computed(lengths, shape=1, dtype=INT)
     rows: torch.Tensor = computed(rows_of, shape=BATCH, dtype=torch.int64, pad=HEADS * 2, placement="device")
