@@ -556,9 +556,9 @@ class GraphSet(Generic[V]):
         filling = filler.make(self.sizes[rows], absent, computes=self.recipe is not None)
         filler.feed.disarm()  # the kernel must not write slots during the capture
         bucket = filling.bucket
-        for one in bucket.functions(bucket.padded).on_host:
-            if one.again and not (one.fields or one.again.fields):  # no batch is there
-                with capture_errors(), torch.no_grad():
+        with capture_errors(), torch.no_grad():
+            for one in bucket.functions(bucket.padded).on_host:
+                if one.again and not (one.fields or one.again.fields):  # no batch is there
                     one.run(None, bucket.step(bucket.padded))
         as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
         recipe = self._whole_step if self.recipe is None else self.recipe
