@@ -596,9 +596,9 @@ class GraphSet(Generic[V]):
 
     def _compute_once(self, bucket: Bucket) -> None:
         """Run the functions with `again=`, so that a capture sees a plan of the bucket, but none that takes fields."""
-        for one in bucket.functions(bucket.padded).on_host:
-            if one.again and not (one.fields or one.again.fields):  # no batch is there
-                with capture_errors(), torch.no_grad():
+        with capture_errors(), torch.no_grad():
+            for one in bucket.functions(bucket.padded).on_host:
+                if one.again and not (one.fields or one.again.fields):  # no batch is there
                     one.run(None, bucket.step(bucket.padded))
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
