@@ -190,8 +190,7 @@ class CapturingRunner(Runner[V, Out]):
             )
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
         self.sizes, self.patterns, self.axes, self.variants = sizes, patterns, tuple(axes), variants
-        varying = [axis for axis in declaration.varying if axis not in stage.relations]
-        self._places = {axis: declaration.varying.index(axis) for axis in varying}
+        self._places = {axis: n for n, axis in enumerate(declaration.varying) if axis not in stage.relations}
         self._selector = BucketSelector(sizes, self._places)
         self._frozen = frozen_by(variants)
         self._fits = dict[tuple[BucketKey, VariantKey], Decision]()
@@ -205,6 +204,11 @@ class CapturingRunner(Runner[V, Out]):
         self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
         self._is_plain = config.max_waste >= 1 and coordinator.alone  # whether sizes and fields alone decide
         self._routes = dict[tuple[BucketKey | None, Absent, VariantKey], Route[V]]()
+        self._join_memory(given)
+
+    def _join_memory(self, given: Mapping[str, Any]) -> None:
+        """Prepare the memory of the slots: adopted tensors, and a pool's. Raises ConfigError and BindError."""
+        config, stage = self.config, self.stage
         bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
         keep = checked("keep_bound", "True or False", given.get("keep_bound", False), bool)
         self._allocate = functools.partial(stage.allocate, self._capacity, bind, keep_bound=keep)

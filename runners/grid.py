@@ -41,7 +41,8 @@ class GraphRunner(WholeStepRunner[V, Out]):
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[GraphArguments]) -> None:
         config, stage = config_of(type(self), options), Stage.of(inputs, step, **options)
-        grid, cost, found = config.buckets, options.get("cost"), dict[BucketKey, Sizes]()
+        grid: Any = config.buckets
+        cost, found = options.get("cost"), dict[BucketKey, Sizes]()
         if not grid or not isinstance(grid[0], dict):
             refuse("option 'buckets'", "padded sizes by axis, such as {BATCH: [1, 2, 4], KV: [1024, 8192]}", grid)
         if not (cost is None or callable(cost)):

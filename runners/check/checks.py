@@ -223,7 +223,7 @@ def batches_of(
         """Make a batch of these sizes for a bucket and a variant, by the caller's function or at random."""
         generator, live = torch.Generator().manual_seed(seed + number), dict(zip(axes, rows, strict=True))
         if batches is not None:
-            return _sample(batches(rows if len(rows) > 1 else rows[0], generator))
+            return _sample(batches(rows[0] if len(axes) == 1 else rows, generator))
         for axis, size in runner.sizes[bucket].items():
             if axis.fixed:
                 live[axis] = size
