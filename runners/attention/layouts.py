@@ -92,7 +92,7 @@ def lengths_in_int32(seq_lens: Tensor) -> Tensor:
 def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
     """Write into how many parts of one size each token's keys are split. Every request has as many tokens."""
     counts = _divided_up(seq_lens, split_tile_size)
-    out.copy_(counts.repeat_interleave(out.shape[0] // counts.shape[0]))
+    out.copy_(counts.repeat_interleave(out.shape[0] // (len(counts) or 1)))
 
 
 def full_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
@@ -192,5 +192,5 @@ def live_query_offsets(state_indices: Tensor) -> Tensor:
 
 def lengths_by_token(seq_lens: Tensor, out: Tensor) -> None:
     """Write how many keys each query token sees if every request has as many: one more for each next token."""
-    width = out.shape[0] // seq_lens.shape[0]
+    width = out.shape[0] // (len(seq_lens) or 1)
     out.copy_((seq_lens[:, None] + torch.arange(1 - width, 1, device=out.device)).clamp(min=0).flatten())

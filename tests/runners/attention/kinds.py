@@ -56,10 +56,10 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
 
 def decoder(inputs: str | Any, step: Any, backend: Backend, page: int, width: int) -> DecodeRunner[Any]:
     """A captured runner of a declaration, or of the one of that name, for steps of equal width."""
-    inputs = with_tokens(inputs) if isinstance(inputs, str) else inputs
-    sizes = sizes_of(inputs, page)
+    kind: Any = with_tokens(inputs) if isinstance(inputs, str) else inputs
+    sizes = sizes_of(kind, page)
     runner: DecodeRunner[Any] = DecodeRunner(
-        inputs, step, buckets=BUCKETS, width=width, sizes=sizes, backend=backend, progress=False, output_rows=TOKENS
+        kind, step, buckets=BUCKETS, width=width, sizes=sizes, backend=backend, progress=False, output_rows=TOKENS
     )
     runner.capture()
     return runner

@@ -9,10 +9,11 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, attention, errors, standard
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, EagerRunner, Inputs, attention, errors, standard
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.engine.compiled import AS_ONE
+from slotgraph.speculative import WIDTH
 from tests.runners.attention import kinds
 from tests.runners.attention.builders import BUILDERS, Requests, flashinfer, mla_schedule
 
@@ -87,6 +88,22 @@ def test_layouts_that_differ_do_not_mix() -> None:
     """Pages and tokens have the same name in two libraries; one class cannot have both."""
     with pytest.raises(errors.DeclarationErrors, match="breaks 2 rules"):  # kv_indptr and kv_indices
         types.new_class("Torn", (attention.FlashInferDecode, attention.TritonDecode), {})
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "FlashMLA"])  # it refuses a batch of none
+def test_a_step_of_no_requests_has_empty_sets(name: str) -> None:
+    """An idle rank may run one, without a graph: offsets alone have a row."""
+    inputs = kinds.with_tokens(name)
+    sizes = kinds.sizes_of(inputs, 4) | ({WIDTH: 1} if WIDTH in inputs.slotgraph.axes else {})
+    runner: EagerRunner[Any] = EagerRunner(inputs, lambda view: view, sizes=sizes, backend="cpu")
+    none = {slot: torch.zeros(0, dtype=torch.int32) for slot in ("seq_lens", "extend_seq_lens", "extend_prefix_lens")}
+    none |= {slot: torch.zeros(0, dtype=torch.int32) for slot in ("state_indices", "num_accepted_tokens")}
+    none |= {"queries": torch.zeros(0, 4), "page_table": torch.zeros(0, kinds.PAGES, dtype=torch.int32)}
+    if name == "LinearAttentionVerify":
+        none["state_indices"] = none["state_indices"][:, None]
+    view = runner(none)
+    for slot in set(BUILDERS[name](kinds.random_requests(random.Random(1), name, 4, 1, 1))) - {"chunk_indices"}:
+        assert getattr(view, slot).tolist() in ([], [0]), slot
 
 
 HALVES = ((0, 3), (3, 8))
