@@ -23,7 +23,7 @@ from slotgraph.speculative import WIDTH
 from tests.examples.demo import EXAMPLES, NEEDS, module, stale
 from tests.programs import python
 
-MODELS = ("windows", "speculating", "states", "paging")  # packages that take transformers
+MODELS = ("windows", "speculating", "states", "paging", "batching")  # packages that take transformers
 SHORT = {
     "twins": ["--sequences", "8", "--max-new-tokens", "20"],
     "engine": ["--requests", "40", "--tokens", "30"],
@@ -32,11 +32,13 @@ SHORT = {
     "states": ["--requests", "8", "--max-new-tokens", "16"],
     "images": ["--images", "24", "--rounds", "1"],
     "paging": ["--requests", "8", "--max-new-tokens", "24", "--pages", "20"],
+    "batching": ["--requests", "6", "--max-new-tokens", "10", "--hidden", "64"],
     "cycles": [],
     "spans": ["--layers", "1", "--hidden", "8"],
 }
 TREE = ["--requests", "4", "--max-new-tokens", "12", "--buckets", "2,3", "--topk"]
 GENERATED = "generate() chose the same tokens"
+SAME_TOKENS = "equal: transformers chose the same tokens for all 6 requests"
 EQUAL: list[tuple[str, list[str], list[str]]] = [
     ("twins", [], ["equal: all tokens, and all bytes", "\nright: logits differ", "\n  bucket 8: "]),
     ("twins", ["--buckets", "2,3", "--max-batch", "6"], ["\n  eagerly (too_large): ", "equal: all tokens"]),
@@ -62,6 +64,8 @@ EQUAL: list[tuple[str, list[str], list[str]]] = [
     ),
     ("paging", [], [GENERATED]),
     ("paging", ["--buckets", "3", "--prefill-buckets", "128"], [GENERATED]),
+    ("batching", [], [SAME_TOKENS, "\ncode lines of inputs and graphs: transformers "]),
+    ("batching", ["--model", "gemma3", "--tokens", "6,64", "--keys", "1100"], [SAME_TOKENS]),
     ("images", ["--most", "3"], ["equal to the model on each image alone", "\nbucket 3 "]),
 ]
 
@@ -72,6 +76,8 @@ def needs(package: str) -> None:
         pytest.importorskip("transformers", reason=NEEDS)
     if package == "states":
         pytest.importorskip("transformers", minversion="5.23", reason="its caches hand out states from there on")
+    if package == "batching":
+        pytest.importorskip("transformers", minversion="5.23", reason="its continuous batching has these classes then")
     if package == "spans":
         pytest.importorskip("matplotlib", reason="drawings: pip install 'slotgraph[plot]'")
 
@@ -211,6 +217,10 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
     "pages that hold something else by now": (
         *("paging", "serve", [], "ours"),
         lambda: faulty("scheduler", __init__=still_found),
+    ),
+    "tokens of requests that are gone": (
+        *("batching", "serve", ["--tokens", "64"], "declare"),
+        lambda: lambda *given: stale(module("batching.inputs").inputs_for(*given), torch.int32, "token_request"),
     ),
     "stale rows of an index": (
         *("images", "serve", [], "declaration"),

@@ -2,7 +2,7 @@
 
 import collections
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,6 +24,7 @@ class SlotIOs:
     """Makes a batch of the requests that transformers' scheduler chose, and reads tokens back.
 
     Attributes:
+        declare: Makes the declaration for a model.
         declaration: What a step reads.
         sizes: Its fixed sizes.
         most_requests: The most requests of a step.
@@ -31,6 +32,7 @@ class SlotIOs:
         outputs: What the last step returned.
     """
 
+    declare: Callable[..., Any]
     compute_stream = None
     use_block_table = False
 
@@ -58,7 +60,7 @@ class SlotIOs:
         }
         self.device, self.cache = device, cache
         self.most_requests = continuous_batching_config.max_requests_per_batch
-        self.declaration = inputs_for(self.layers, model_dtype)
+        self.declaration = self.declare(self.layers, model_dtype)
         outputs = 1 + continuous_batching_config.return_logprobs
         longest = min(cache.max_tokens_read, config.max_position_embeddings)
         pages = max(-(-longest // one.page) for one in self.layers.values())
@@ -199,12 +201,12 @@ class SlotModelRunner(ModelRunner):  # type: ignore[misc] # transformers has no 
 
 
 @contextlib.contextmanager
-def swapped(options: Options) -> Iterator[None]:
+def swapped(options: Options, declare: Callable[..., Any] = inputs_for) -> Iterator[None]:
     """Let transformers make these classes in place of its own."""
-    runner = type("SlotModelRunner", (SlotModelRunner,), {"options": options})
-    with (
-        mock.patch.object(continuous_api, "ContinuousBatchingIOs", SlotIOs),
-        mock.patch.object(continuous_api, "ContinuousBatchingAsyncIOs", SlotAsyncIOs),
-        mock.patch.object(continuous_api, "ModelRunner", runner),
-    ):
+    ours = {
+        "ContinuousBatchingIOs": type("Ios", (SlotIOs,), {"declare": staticmethod(declare)}),
+        "ContinuousBatchingAsyncIOs": type("AsyncIos", (SlotAsyncIOs,), {"declare": staticmethod(declare)}),
+        "ModelRunner": type("Runner", (SlotModelRunner,), {"options": options}),
+    }
+    with mock.patch.multiple(continuous_api, **ours):
         yield
