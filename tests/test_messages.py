@@ -436,7 +436,9 @@ def failing(name: str, step: Any, **options: Any) -> Any:
     own = {"step": [step]} if name == "MultiLayerDraftExtendRunner" else {"step": step}
     graphs = {"graphs": True} if name == "PrefillRunner" else {}
     stack = {"stack": None} if name == "BreakableRunner" else {}
-    given = {"inputs": Bare if name != "DraftRunner" else BareDraft, "buckets": [2, 4, 8]}
+    grid = [{"BATCH": rows, "TOKENS": rows} for rows in (2, 4, 8)]
+    given = {"inputs": Bare if name != "DraftRunner" else BareDraft}
+    given |= {"buckets": grid if name == "GraphRunner" else [2, 4, 8]}
     return make(name, **{**given, **own, **graphs, **stack, **options})
 
 

@@ -26,6 +26,20 @@ Writes = list[tuple[RowWrite, Sequence[int]]]
 """Rows to write, and the row of each of their requests."""
 
 
+def _checked_graphs(runner: Runner[V], batch: Any) -> GraphSet[V]:
+    """Return the graphs of a runner. Raise ConfigError or BatchError if they cannot run steps from this batch on."""
+    decision, declaration = runner.decide(batch), runner.stage.declaration
+    if decision.bucket is None:
+        raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
+    if not declaration.rules:
+        raise ConfigError(f"no slot of {declaration.name} advances, so steps would repeat the first: declare then=")
+    graphs: GraphSet[V] = runner.graphs  # type: ignore[assignment] # this runner captures
+    pooled = next((buffer.name for buffer in graphs.buffers if buffer.pooled), None)
+    if pooled is not None:
+        raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
+    return graphs
+
+
 class Chain(Generic[V]):
     """Runs steps from a first batch on, with an edit before a step if requests leave, join or change.
 
@@ -44,17 +58,8 @@ class Chain(Generic[V]):
             variant: The values of fields that the graphs have frozen.
             loop: The loop that ranks agreed on.
         """
-        decision = runner.decide(batch)
-        if decision.bucket is None:
-            raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-        declaration = runner.stage.declaration
+        declaration, graphs = runner.stage.declaration, _checked_graphs(runner, batch)
         slots = declaration.slots
-        if not declaration.rules:
-            raise ConfigError(f"no slot of {declaration.name} advances, so steps would repeat the first: declare then=")
-        graphs: GraphSet[V] = runner.graphs  # type: ignore[assignment] # this runner captures
-        pooled = next((buffer.name for buffer in graphs.buffers if buffer.pooled), None)
-        if pooled is not None:
-            raise ConfigError(f"slot {pooled!r} is in a pool's memory, which other runners overwrite: leave out phase=")
         self._runner = runner
         self._buckets = buckets
         self._variant = variant

@@ -202,7 +202,7 @@ def test_nano_vllm_190_columns_of_a_block_table() -> None:
     assert runner(wide).tolist() == [7]
 
 
-def test_a_table_row_left_over_from_a_longer_request() -> None:
+def test_nano_vllm_190_ragged_rows_after_longer_ones() -> None:
     """A: a request with fewer pages takes the row of one with more, whose last pages stay behind its own."""
 
     class Tables(Inputs):
@@ -344,7 +344,7 @@ def test_vllm_53915_what_the_engine_has_replaced_since() -> None:
 
 
 def test_sglang_39825_host_values_in_a_graph_of_several_steps() -> None:
-    """J: a graph that holds two steps reads lengths on the host between them, and keeps those of its capture."""
+    """D: a graph that holds two steps reads lengths on the host between them, and keeps those of its capture."""
 
     class Drafts(Ids):
         seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
