@@ -437,7 +437,7 @@ def failing(name: str, step: Any, **options: Any) -> Any:
     graphs = {"graphs": True} if name == "PrefillRunner" else {}
     stack = {"stack": None} if name == "BreakableRunner" else {}
     grid = [{"BATCH": rows, "TOKENS": rows} for rows in (2, 4, 8)]
-    given = {"inputs": Bare if name != "DraftRunner" else BareDraft}
+    given: dict[str, Any] = {"inputs": Bare if name != "DraftRunner" else BareDraft}
     given |= {"buckets": grid if name == "GraphRunner" else [2, 4, 8]}
     return make(name, **{**given, **own, **graphs, **stack, **options})
 
