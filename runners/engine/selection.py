@@ -46,19 +46,22 @@ class BucketSelector:
 
     def __init__(self, buckets: Mapping[BucketKey, Sizes], places: Mapping[Axis, int]) -> None:
         self._buckets = buckets
-        self._places = places
-        self._axes = [(n, sorted({padded[axis] for padded in buckets.values()})) for axis, n in places.items()]
-        self._known = dict[tuple[int, ...], BucketKey | None]()
+        self._axes = [(n, axis, sorted({padded[axis] for padded in buckets.values()})) for axis, n in places.items()]
+        self._known = dict[int, BucketKey | None]()
 
     def select(self, live: Live) -> BucketKey | None:
         """Return the first bucket that holds these live sizes, or None if none does."""
-        cell = tuple([bisect.bisect_left(sizes, live[place]) for place, sizes in self._axes])
-        found = self._known.get(cell, self)
-        if found is self:  # it was not looked for yet
-            places = self._places.items()
-            holding = (one for one, sizes in self._buckets.items() if all(live[n] <= sizes[axis] for axis, n in places))
-            found = self._known[cell] = next(holding, None)
-        return found
+        cell = 0  # the number of this combination of padded sizes
+        for place, _, sizes in self._axes:
+            cell = cell * (len(sizes) + 1) + bisect.bisect_left(sizes, live[place])
+        if cell not in self._known:
+            holding = (
+                one
+                for one, padded in self._buckets.items()
+                if all(live[n] <= padded[axis] for n, axis, _ in self._axes)
+            )
+            self._known[cell] = next(holding, None)
+        return self._known[cell]
 
 
 @final

@@ -137,17 +137,13 @@ def _merged(rows: dict[BucketKey, int]) -> dict[BucketKey, int]:
 
     Sizes whose leading bits agree on each axis become the largest of them, so that what holds it holds them all.
     """
-    merged = rows
     for bits in (5, 3, 1):
-        largest, steps = dict[tuple[int, ...], BucketKey](), collections.Counter[tuple[int, ...]]()
-        for sizes, count in rows.items():
-            alike = tuple([size >> (low := max(size.bit_length() - bits, 0)) << low for size in sizes_of(sizes)])
-            largest[alike] = tuple(map(max, sizes_of(sizes), sizes_of(largest.get(alike, sizes))))
-            steps[alike] += count
-        merged = {largest[alike]: count for alike, count in steps.items()}
-        if len(merged) <= MOST_SIZES // 2:
+        alike = collections.defaultdict[tuple[int, ...], list[BucketKey]](list)
+        for sizes in rows:
+            alike[tuple([size & -1 << max(size.bit_length() - bits, 0) for size in sizes_of(sizes)])].append(sizes)
+        if len(alike) <= MOST_SIZES // 2:
             break
-    return merged
+    return {tuple(map(max, zip(*many, strict=True))): sum(rows[one] for one in many) for many in alike.values()}
 
 
 class Tally:
