@@ -197,7 +197,7 @@ class Tally:
                 "padded": (padded := math.prod(sizes_of(bucket)) * steps),
                 "waste": (padded - live) / padded,
             }
-            for bucket, (steps, live) in sorted(found.items(), key=lambda item: sizes_of(item[0]))
+            for bucket, (steps, live) in sorted(found.items())
             if steps
         }
         rows = collections.Counter[BucketKey]()
@@ -209,7 +209,7 @@ class Tally:
             "steps": {self.path: graphs, "eager": others},
             "ahead": dict(self.ahead),
             "buckets": buckets,
-            "rows": {size: rows[size] for size in sorted(rows, key=sizes_of)},
+            "rows": {size: rows[size] for size in sorted(rows)},
             "eager": eager,
             "fills": {
                 "every": EVERY,
@@ -274,7 +274,7 @@ class CaptureReport(Shown):
         If reasons differ in numbers alone, it is that of the largest bucket.
         """
         alike = dict[str, dict[str, list[str]]]()
-        for bucket in sorted(self.failed, key=sizes_of):
+        for bucket in sorted(self.failed):
             reason = self.failed[bucket]
             alike.setdefault(_NUMBER.sub("", reason), {}).setdefault(reason, []).append(str(bucket))
         found = list[str]()
