@@ -29,7 +29,16 @@ from .engine.outputs import Out, check_output_rows
 from .engine.pool import Phase
 from .engine.routes import EagerRoutes, GraphRoute, Route
 from .engine.runner import Runner
-from .engine.selection import BucketKey, BucketSelector, Variant, VariantKey, frozen_by, sizes_of, variants_of
+from .engine.selection import (
+    BucketKey,
+    BucketSelector,
+    Variant,
+    VariantKey,
+    frozen_by,
+    frozen_text,
+    sizes_of,
+    variants_of,
+)
 from .engine.stage import NO_SIZES, Stage, StepFunction, joined
 from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
@@ -187,7 +196,7 @@ class CapturingRunner(Runner[V, Out]):
         self._frozen = frozen_by(variants)
         self._fits = dict[tuple[BucketKey, VariantKey], Decision]()
         for bucket, (variant, frozen) in itertools.product(sizes, self._frozen.items()):
-            text = ", ".join(f"{name}={value!r}" for name, value in frozen.items())
+            text = frozen_text(frozen)
             reason = f"bucket {bucket} fits{chosen}{', with ' * bool(text)}{text}"
             self._fits[bucket, variant] = Decision(path, bucket, "fits", reason, variant=text)
         self._choices = [(one.select, declaration.fields[one.field].read) for one in variants]

@@ -21,7 +21,7 @@ from ..engine.capture import progress_over
 from ..engine.config import checked
 from ..engine.runner import Runner
 from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
-from ..engine.selection import BucketKey, sizes_of
+from ..engine.selection import BucketKey, frozen_by, sizes_of
 from ..engine.state import State, draw_on
 from ..engine.statistics import Decision
 from ..modes import ModeRunner
@@ -236,7 +236,7 @@ def batches_of(
 
     plans, generator = list[tuple[BucketKey, tuple[int, ...], Absent, Values]](), torch.Generator().manual_seed(seed)
     patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
-    variants = runner.graphs.variants.values() if batches is None else [{}]
+    variants = frozen_by(runner.variants if batches is None else ()).values()
     ladders = [sorted({sizes_of(bucket)[place] for bucket in runner.sizes}) for place in range(len(axes))]
     for bucket in runner.sizes:  # the fewest rows for which the next smaller bucket is too small, and others
         every = list[list[int]]()

@@ -114,19 +114,20 @@ def variant(field: str, values: Collection[Any] | None = None, *, at_least: Coll
         ConfigError: An argument does not fit.
     """
     what = f"variant {checked('variant', 'the name of a field', field, str)!r}"
-    if values is not None and at_least is not None:
+    is_least = at_least is not None
+    if is_least and values is not None:
         raise ConfigError(f"{what}: give values, or at_least=, not both")
-    given: Any = at_least if at_least is not None else (False, True) if values is None else values
+    given: Any = at_least if is_least else (False, True) if values is None else values
     if not is_collection(given) or not given:
         refuse(what, "a list or tuple of at least one value", given)
     for value in given:
-        if at_least is not None:
+        if is_least:
             checked(f"{what}: at_least", "finite numbers", value, (int, float), -sys.float_info.max, sys.float_info.max)
         elif not _is_plain(value):
             refuse(what, "values that equal themselves and have a hash, such as numbers and names", value)
     if len(set(given)) < len(given):
         refuse(what, "each value once", given)
-    return Variant(field, tuple(given if at_least is None else sorted(given)), at_least is not None)
+    return Variant(field, tuple(sorted(given) if is_least else given), is_least)
 
 
 def _is_plain(value: Any) -> bool:
@@ -153,6 +154,11 @@ def variants_of(declaration: Declaration, variants: Any) -> tuple[Variant, ...]:
             raise ConfigError(f"variants names field {name!r} twice: give all its values in one")
         found[name] = one
     return tuple(found.values())
+
+
+def frozen_text(frozen: Mapping[str, Any]) -> str:
+    """Return values of fields as text: `max_seqlen=512, causal=True`."""
+    return ", ".join(f"{name}={value!r}" for name, value in frozen.items())
 
 
 def frozen_by(variants: Sequence[Variant]) -> Mapping[VariantKey, Mapping[str, Any]]:

@@ -137,10 +137,11 @@ def _merged(rows: dict[BucketKey, int]) -> dict[BucketKey, int]:
 
     Sizes whose leading bits agree on each axis become the largest of them, so that what holds it holds them all.
     """
+    alike = dict[BucketKey, list[BucketKey]]()
     for bits in (5, 3, 1):
-        alike = collections.defaultdict[tuple[int, ...], list[BucketKey]](list)
+        alike = collections.defaultdict(list)
         for sizes in rows:
-            alike[tuple([size & -1 << max(size.bit_length() - bits, 0) for size in sizes_of(sizes)])].append(sizes)
+            alike[tuple([size & -1 << max(size.bit_length() - bits, 0) for size in sizes])].append(sizes)
         if len(alike) <= MOST_SIZES // 2:
             break
     return {tuple(map(max, zip(*many, strict=True))): sum(rows[one] for one in many) for many in alike.values()}
