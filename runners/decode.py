@@ -476,7 +476,7 @@ class RequestRunner(WholeStepRunner[V, Out]):
         super().__init__(
             config,
             stage,
-            {rows: stage.padded({BATCH: rows, TOKENS: rows * width}, sized_by) for rows in self.buckets.sizes},
+            {rows: stage.padded({BATCH: rows}, sized_by) for rows in self.buckets.sizes},
             {"output_rows": output_rows, **given},
             axes=(BATCH,),
             factor=factor,

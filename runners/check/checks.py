@@ -237,7 +237,7 @@ def batches_of(
     plans, generator = list[tuple[BucketKey, tuple[int, ...], Absent, Values]](), torch.Generator().manual_seed(seed)
     patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
     variants = frozen_by(runner.variants if batches is None else ()).values()
-    ladders = [sorted({sizes_of(bucket)[place] for bucket in runner.sizes}) for place in range(len(axes))]
+    ladders = [*zip(*map(sizes_of, runner.sizes), strict=True)]
     for bucket in runner.sizes:  # the fewest rows for which the next smaller bucket is too small, and others
         every = list[list[int]]()
         for size, ladder in zip(sizes_of(bucket), ladders, strict=True):
