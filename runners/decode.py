@@ -22,22 +22,23 @@ from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Field, look_up
-from .engine.config import (
-    RunnerConfig,
-    Wanted,
-    checked,
-    checked_keys,
-    config_of,
-    patterns_of,
-    share_of_padding,
-)
+from .engine.config import Buckets, RunnerConfig, Wanted, checked, checked_keys, config_of, patterns_of
 from .engine.graphs import Captured, Filler, GraphSet, ReadBatch
 from .engine.hooks import watchers_of
 from .engine.outputs import Out, check_output_rows
 from .engine.pool import Phase
 from .engine.routes import EagerRoutes, GraphRoute, Route
 from .engine.runner import Runner
-from .engine.selection import BucketKey, BucketSelector, Variant, VariantKey, frozen_by, sizes_of, variants_of
+from .engine.selection import (
+    BucketKey,
+    BucketSelector,
+    Variant,
+    VariantKey,
+    frozen_by,
+    frozen_text,
+    sizes_of,
+    variants_of,
+)
 from .engine.stage import NO_SIZES, Stage, StepFunction, joined
 from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
@@ -195,7 +196,7 @@ class CapturingRunner(Runner[V, Out]):
         self._frozen = frozen_by(variants)
         self._fits = dict[tuple[BucketKey, VariantKey], Decision]()
         for bucket, (variant, frozen) in itertools.product(sizes, self._frozen.items()):
-            text = ", ".join(f"{name}={value!r}" for name, value in frozen.items())
+            text = frozen_text(frozen)
             reason = f"bucket {bucket} fits{chosen}{', with ' * bool(text)}{text}"
             self._fits[bucket, variant] = Decision(path, bucket, "fits", reason, variant=text)
         self._choices = [(one.select, declaration.fields[one.field].read) for one in variants]
@@ -363,17 +364,16 @@ class CapturingRunner(Runner[V, Out]):
 
     def _waste(self, live: Live, bucket: BucketKey) -> float:
         """Return the share of padding in a bucket: on several axes, of the product of its sizes."""
-        return share_of_padding(math.prod(live[self._places[axis]] for axis in self.axes), math.prod(sizes_of(bucket)))
+        return Buckets.waste(math.prod(live[self._places[axis]] for axis in self.axes), math.prod(sizes_of(bucket)))
 
     def _why_too_large(self, live: Live) -> str:
         """Return why no bucket holds these live sizes."""
-        is_ladder = len(self.axes) == 1
         for axis, place in self._places.items():
-            if live[place] > self._capacity[axis] and not (is_ladder and axis in self.axes):
-                return f"{live[place]} rows on {axis} are more than the {self._capacity[axis]} of every bucket"
-        if is_ladder:
-            counted, largest = "rows" if self.is_whole else "tokens", self._capacity[self.axes[0]]
-            return f"{live[-1]} {counted} are more than the largest bucket, {largest}"
+            rows, most = live[place], self._capacity[axis]
+            if rows > most and self.axes == (axis,):
+                return f"{rows} {'rows' if self.is_whole else 'tokens'} are more than the largest bucket, {most}"
+            if rows > most:
+                return f"{rows} rows on {axis} are more than the {most} of every bucket"
         together = " and ".join(f"{live[self._places[axis]]} rows on {axis}" for axis in self.axes)
         return f"no bucket holds {together} together"
 
@@ -472,14 +472,11 @@ class RequestRunner(WholeStepRunner[V, Out]):
         self.buckets = config.ladder()
         output_rows = given.get("output_rows", output_rows)
         check_output_rows(output_rows)
-        counts, sized_by = (
-            {rows: {BATCH: rows, TOKENS: rows * width} for rows in self.buckets.sizes},
-            f"buckets= and {factor}=",
-        )
+        sized_by = f"buckets= and {factor}="
         super().__init__(
             config,
             stage,
-            {rows: stage.padded(each, sized_by) for rows, each in counts.items()},
+            {rows: stage.padded({BATCH: rows}, sized_by) for rows in self.buckets.sizes},
             {"output_rows": output_rows, **given},
             axes=(BATCH,),
             factor=factor,

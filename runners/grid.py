@@ -52,9 +52,8 @@ class GraphRunner(WholeStepRunner[V, Out]):
         check_output_rows(output_rows, stage.declaration.varying)
         for one in grid:
             sizes: Any = [one[axis.name] for axis in axes]
-            counts = dict(zip(axes, sizes, strict=True))
-            counts |= {axis: size.at({**stage.sizes, **counts}) for axis, size in stage.relations.items()}
-            found[tuple(sizes) if len(axes) > 1 else sizes[0]] = stage.padded(counts, "buckets=")
+            padded = stage.padded(dict(zip(axes, sizes, strict=True)), "buckets=")
+            found[tuple(sizes) if len(axes) > 1 else sizes[0]] = padded
 
         def order(bucket: BucketKey) -> tuple[Any, ...]:
             try:

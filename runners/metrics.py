@@ -8,7 +8,6 @@ from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
 from .engine.config import checked
 from .engine.runner import Runner
-from .engine.selection import sizes_of
 from .engine.statistics import EVERY, Counts, Statistics, Why
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def _samples(stats: Statistics) -> Iterator[tuple[Any, ...]]:
     """Yield the name of each metric, the values of its labels, and its numbers, also if the count is zero."""
     path, fills, capture, ranks = next(iter(stats["steps"])), stats["fills"], stats["capture"], stats["ranks"]
     ways: dict[tuple[str, str, str], tuple[Any, Any]] = {}  # counts, and times of fills
-    for bucket in sorted({*capture["buckets"], *stats["buckets"]}, key=sizes_of):
+    for bucket in sorted({*capture["buckets"], *stats["buckets"]}):
         times = fills["buckets"].get(bucket, Counts().times())
         ways[path, str(bucket), FITS] = stats["buckets"].get(bucket, {}), times
     for why in get_args(Why):

@@ -236,8 +236,8 @@ def batches_of(
 
     plans, generator = list[tuple[BucketKey, tuple[int, ...], Absent, Values]](), torch.Generator().manual_seed(seed)
     patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
-    variants = runner.variants if batches is None else ()
-    ladders = [sorted({sizes_of(bucket)[place] for bucket in runner.sizes}) for place in range(len(axes))]
+    variants = frozen_by(runner.variants if batches is None else ()).values()
+    ladders = [*zip(*map(sizes_of, runner.sizes), strict=True)]
     for bucket in runner.sizes:  # the fewest rows for which the next smaller bucket is too small, and others
         every = list[list[int]]()
         for size, ladder in zip(sizes_of(bucket), ladders, strict=True):
@@ -246,7 +246,7 @@ def batches_of(
             every.append([size, least, max(size - 1, least), *drawn])
         chosen = [*zip(*every, strict=True)]
         chosen = [*dict.fromkeys(chosen[:-rounds]), *chosen[-rounds:]]
-        plans[:0] = itertools.product([bucket], chosen, patterns, frozen_by(variants).values())  # the largest first
+        plans[:0] = itertools.product([bucket], chosen, patterns, variants)  # the largest first
     return [functools.partial(made, number, *plan) for number, plan in enumerate(plans)]
 
 

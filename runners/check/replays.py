@@ -18,6 +18,7 @@ from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
 from ..engine.bits import first_unequal, unequal_rows
 from ..engine.config import PARITY, POISON
 from ..engine.sampling import Sample, is_location
+from ..engine.selection import frozen_text
 from ..engine.traffic import Traffic
 from ..testing.ground import fill_faults, spoil
 from .trial import (
@@ -389,7 +390,7 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
     if found is None or is_drawn:  # for another shape a step draws other random numbers
         return None
     slots = "; ".join(map(str, computed)) or "all slots agree in their live rows"
-    frozen = ", ".join(f"{name}={value!r}" for name, value in trial.frozen.items())
+    frozen = frozen_text(trial.frozen)
     message = (
         f"{found}; {slots}; on the padded view the step gives what the graph gives: padded rows, or what is computed "
         f"for the bucket{f' or frozen in the graph ({frozen})' * bool(frozen)}, reach live ones"

@@ -207,32 +207,29 @@ def _rows(value: Any, argument: str = "option 'buckets'") -> tuple[int, ...]:
 def _buckets(value: Any) -> tuple[int, ...] | tuple[dict[str, int], ...]:
     """Return buckets of rows, or those that a mapping of axes to sizes, or a list of such mappings, describes."""
     if isinstance(value, Mapping):
-        ladders = {name: _rows(sizes, f"option 'buckets' of {name}") for name, sizes in _by_name(value)}
-        return tuple(dict(zip(ladders, sizes, strict=True)) for sizes in itertools.product(*ladders.values()))
+        return _grid(value)
     if not is_collection(value) or not any(isinstance(one, Mapping) for one in value):
         return _rows(value)
-    found = list[dict[str, int]]()
-    for one in value:
-        sizes = {name: _rows([size], f"option 'buckets' of {name}")[0] for name, size in _by_name(one)}
-        if sizes in found or (found and sizes.keys() != found[0].keys()):
-            refuse("option 'buckets'", "sizes on the same axes for each bucket, and each bucket once", one)
-        found.append(sizes)
+    found = [bucket for one in value for bucket in _grid(one, one_each=True)]
+    known = {frozenset(one.items()) for one in found}
+    if len(known) < len(found) or any(one.keys() != found[0].keys() for one in found):
+        refuse("option 'buckets'", "sizes on the same axes for each bucket, and each bucket once", value)
     return tuple(found)
 
 
-def _by_name(sizes: Any) -> list[tuple[str, Any]]:
-    """Return the items of a mapping of axes, or of their names. Raise ConfigError if it is none, or names one twice."""
+def _grid(value: Any, *, one_each: bool = False) -> tuple[dict[str, int], ...]:
+    """Return all combinations of sizes in a mapping of axes, or of their names, that has one size of each or several.
+
+    Raise ConfigError if it is none, or names an axis twice.
+    """
     expected = "a mapping of at least one axis, each once, such as {BATCH: [1, 2, 4], KV: [1024, 8192]}"
-    given = checked("option 'buckets'", expected, sizes, Mapping)
-    found = [(getattr(axis, "name", axis), size) for axis, size in given.items()]
-    if not found or not all(isinstance(name, str) for name, _ in found) or len(dict(found)) < len(found):
-        refuse("option 'buckets'", expected, sizes)
-    return found
-
-
-def share_of_padding(rows: int, padded: int) -> float:
-    """Return the share of padded rows that would be padding. It is 0 for an idle rank's batch, which has no rows."""
-    return (padded - rows) / padded if rows else 0.0
+    given, ladders = checked("option 'buckets'", expected, value, Mapping), dict[str, tuple[int, ...]]()
+    for axis, sizes in given.items():
+        name = checked("option 'buckets'", expected, getattr(axis, "name", axis), str)
+        ladders[name] = _rows([sizes] if one_each else sizes, f"option 'buckets' of {name}")
+    if not given or len(ladders) < len(given):
+        refuse("option 'buckets'", expected, value)
+    return tuple(dict(zip(ladders, sizes, strict=True)) for sizes in itertools.product(*ladders.values()))
 
 
 @attrs.frozen
@@ -277,12 +274,13 @@ class Buckets:
         index = bisect.bisect_left(self.sizes, rows)
         return self.sizes[index] if index < len(self.sizes) else None
 
-    def waste(self, rows: int, bucket: int) -> float:
+    @staticmethod
+    def waste(rows: int, bucket: int) -> float:
         """Return the share of a bucket's rows that would be padding.
 
         It is 0 for an idle rank's batch, which has no rows.
         """
-        return share_of_padding(rows, bucket)
+        return (bucket - rows) / bucket if rows else 0.0
 
 
 def json_data(text: str) -> Any:

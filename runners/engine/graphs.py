@@ -47,7 +47,7 @@ from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .current import CurrentStep, with_current
 from .hooks import Coordinator
 from .outputs import Stamped, cut_rows, map_tensors, nbytes_of
-from .selection import BucketKey, VariantKey, sizes_of
+from .selection import BucketKey, VariantKey
 from .stage import Stage
 from .state import Holdings, State, check_writes
 from .statistics import CaptureReport, MemoryAccount, human_bytes
@@ -522,7 +522,7 @@ class GraphSet(Generic[V]):
             self.holdings.look()
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
-        done, count = tuple(sorted({bucket for bucket, *_ in self.captured}, key=sizes_of)), len(self.captured)
+        done, count = tuple(sorted({bucket for bucket, *_ in self.captured})), len(self.captured)
         how = self.filler.how_computed
         self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver, how, count)
         report.log(self.runner)

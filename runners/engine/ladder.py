@@ -1,12 +1,12 @@
 """Chooses buckets from the sizes that steps had, so that the least of their work is padding."""
 
-import collections
 import itertools
 import math
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
 
 import attrs
 import numpy as np
@@ -24,6 +24,8 @@ MOST_PAIRED: Final = 32
 """The most sizes on each of two axes that are compared."""
 MOST_GRAPHS: Final = 64
 """The most buckets on two axes, if nothing else limits them."""
+Pair: TypeAlias = tuple[int, ...]
+"""Sizes on two axes. With one axis, the first is 1."""
 
 
 @attrs.frozen(repr=False)
@@ -87,113 +89,98 @@ def plan_buckets(
     """
     checked("graphs", "a whole number, at least 1, or None", 1 if graphs is None else graphs, int, 1)
     checked("waste", "a share between 0 and 1", waste, (int, float), 0, 1)
-    counted = _counted(rows, largest)
-    graphs = _affordable(graphs, bytes, seconds, report)
-    live = sum(math.prod(sizes_of(size)) * count for size, count in counted.items())
-    enough = live / (1 - waste) if waste < 1 else np.inf
-    if isinstance(next(iter(counted)), tuple):
-        ladder: tuple[BucketKey, ...] = tuple(
-            itertools.product(*(_powers(max(sizes)) for sizes in zip(*counted, strict=True)))
-        )
-        chosen = _chosen_pairs(counted, graphs or MOST_GRAPHS, enough)
+    counted, graphs = _counted(rows, largest), _affordable(graphs, {"bytes": bytes, "seconds": seconds}, report)
+    is_paired, tops = isinstance(next(iter(rows)), tuple), [max(sizes) for sizes in zip(*counted, strict=True)]
+    if is_paired:
+        ladder = [*itertools.product(*map(_powers, tops))]
+        chosen = _chosen(counted, graphs or MOST_GRAPHS, MOST_PAIRED, waste)
     else:
-        ladder = Buckets.ladder(max(counted)).sizes
-        sizes, steps = _thinned(np.array([*counted]), np.array([*counted.values()], dtype=np.float64), MOST_SIZES)
-        chosen = ()
-        for padded, found in _ladders(sizes, steps, graphs or len(sizes)):
-            chosen = tuple(found)
-            if padded <= enough:
-                break
-    (taken, own), (_, default) = (_taken(buckets, counted) for buckets in (chosen, ladder))
-    each = tuple(taken[bucket] for bucket in chosen)
-    return PlannedBuckets(chosen, each, 1 - live / own, ladder, 1 - live / default)
+        ladder = [(1, size) for size in Buckets.ladder(tops[1]).sizes]
+        chosen = _chosen(counted, graphs or MOST_SIZES, MOST_SIZES, waste)
+    (steps, own), (_, default) = _taken(chosen, counted), _taken(ladder, counted)
+    buckets, usual = (tuple(one if is_paired else one[1] for one in found) for found in (chosen, ladder))
+    return PlannedBuckets(buckets, tuple(steps[one] for one in chosen), own, usual, default)
 
 
-def _affordable(
-    graphs: int | None, nbytes: int | None, seconds: float | None, report: CaptureReport | None
-) -> int | None:
+def _affordable(graphs: int | None, budgets: Mapping[str, float | None], report: CaptureReport | None) -> int | None:
     """Return how many graphs memory and time allow, or None if nothing limits them."""
     found = [] if graphs is None else [graphs]
-    for name, budget in (("bytes", nbytes), ("seconds", seconds)):
-        if budget is None:
-            continue
-        checked(name, "a number, more than 0", budget, (int, float), sys.float_info.min)
-        made = checked("report", f"the report of a runner with graphs, with {name}=", report, CaptureReport)
-        took = made.memory.graphs if name == "bytes" else made.seconds
-        if took:
-            found.append(max(1, int(min(budget * made.graphs / took, MOST_ROWS))))
+    for name, budget in budgets.items():
+        if budget is not None:
+            checked(name, "a number, more than 0", budget, (int, float), sys.float_info.min, sys.float_info.max)
+            made = checked("report", f"the report of a runner with graphs, with {name}=", report, CaptureReport)
+            took = made.memory.graphs if name == "bytes" else made.seconds
+            found.append(max(1, int(budget * made.graphs / (took or 1))))
     return min(found, default=None)
 
 
-def _taken(buckets: Sequence[BucketKey], counted: Mapping[BucketKey, int]) -> tuple[Mapping[BucketKey, int], int]:
-    """Return the steps that each bucket would run, and the padded rows of all steps."""
-    steps, padded, order = collections.Counter[BucketKey](), 0, sorted(buckets, key=padded_order)
-    for size, count in counted.items():
-        bucket = next(one for one in order if all(map(operator.ge, sizes_of(one), sizes_of(size))))
-        steps[bucket] += count
-        padded += math.prod(sizes_of(bucket)) * count
-    return steps, padded
+def _rows(steps: Mapping[Pair, int]) -> int:
+    """Return the rows of all steps: on two axes, the products of the sizes."""
+    return sum(math.prod(sizes) * count for sizes, count in steps.items())
 
 
-def _counted(rows: Any, largest: Any) -> dict[BucketKey, int]:
-    """Return the steps by their live rows in ascending order, checked. Steps without rows count as one row."""
-    found = dict[BucketKey, int]()
+def _taken(buckets: Iterable[Pair], counted: Mapping[Pair, int]) -> tuple[Counter[Pair], float]:
+    """Return the steps that each bucket would run, and the share of padding."""
+    steps, order = Counter[Pair](), sorted(buckets, key=padded_order)
+    for sizes, count in counted.items():
+        steps[next(one for one in order if all(map(operator.ge, one, sizes)))] += count
+    return steps, 1 - _rows(counted) / _rows(steps)
+
+
+def _counted(rows: Any, largest: Any) -> Counter[Pair]:
+    """Return the steps by two sizes, checked: with one axis, the first is 1. Steps without rows count as one row."""
+    found = Counter[Pair]()
     for size, count in checked("rows", "a mapping of live rows to numbers of steps", rows, Mapping).items():
         for one in sizes_of(size):
             checked("rows", f"live rows between 0 and {MOST_ROWS}", one, int, 0, MOST_ROWS)
-        least = tuple(max(one, 1) for one in size) if isinstance(size, tuple) else max(size, 1)
-        found[least] = found.get(least, 0) + checked("rows", "numbers of steps", count, int, 0)
-    if not sum(found.values()):
+        least = (1, *(max(one, 1) for one in sizes_of(size)))[-2:]
+        found[least] += checked("rows", "numbers of steps", count, int, 0)
+    if not found.total():
         raise ConfigError("rows has no steps: plan buckets from a runner that has run, runner.stats()['rows']")
-    every = [*found, *([] if largest is None else [largest])]
+    every = [*rows, *([] if largest is None else [largest])]
     if {type(one) for one in every} - {int} and {len(sizes_of(one)) for one in every} != {2}:
         refuse("rows", "live rows, or two sizes for each step, and largest= alike", rows)
     if largest is not None:
-        for one, sizes in zip(sizes_of(largest), zip(*map(sizes_of, found), strict=True), strict=True):
-            most = max(sizes)
+        pair = (1, *sizes_of(largest))[-2:]
+        for one, most in zip(pair, map(max, zip(*found, strict=True)), strict=True):
             checked("largest", f"at least {most}, the largest size in rows", one, int, most, MOST_ROWS)
-        found.setdefault(largest, 0)
-    return {size: found[size] for size in sorted(found, key=sizes_of)}
+        found[pair] += 0
+    return found
 
 
-def _chosen_pairs(counted: Mapping[BucketKey, int], graphs: int, enough: float) -> tuple[BucketKey, ...]:
-    """Return the fewest buckets on two axes whose padded rows are at most `enough`, or the best ones of so many graphs.
+def _chosen(counted: Mapping[Pair, int], graphs: int, most: int, waste: float) -> tuple[Pair, ...]:
+    """Return the fewest buckets with at most this share of padding, or the best ones of so many graphs.
 
-    `best[j]` has, by the number of buckets, the fewest padded rows of the first j sizes of the first axis.
+    `best[j]` has, by the number of buckets, the fewest padded rows of the first j sizes of the first axis. At most so
+    many sizes of each axis are compared, and powers of two.
     """
+    enough = _rows(counted) / (1 - waste) if waste < 1 else math.inf
     pairs = np.array([*counted])
-    axes = [np.union1d(_thinned(np.unique(one), None, MOST_PAIRED)[0], _powers(int(one.max()))) for one in pairs.T]
-    places = tuple(np.searchsorted(axis, one) for axis, one in zip(axes, pairs.T, strict=True))
+    # of many sizes, each of these stands for neighbours that it holds
+    axes = [np.union1d((known := np.unique(one))[:: -len(known) // most], _powers(int(one.max()))) for one in pairs.T]
     steps = np.zeros([len(axis) for axis in axes])
-    np.add.at(steps, places, [*counted.values()])
+    np.add.at(steps, tuple(map(np.searchsorted, axes, pairs.T)), [*counted.values()])
+    steps[-1, -1] += sys.float_info.min  # the largest sizes need a bucket, even without steps
     firsts, seconds = axes
-    best: list[dict[int, tuple[float, tuple[BucketKey, ...]]]] = [{0: (0.0, ())}]
+    best: list[dict[int, tuple[float, tuple[Pair, ...]]]] = [{0: (0.0, ())}]
     for end, first in enumerate(firsts.tolist(), 1):
-        found = dict[int, tuple[float, tuple[BucketKey, ...]]]()
+        found = dict[int, tuple[float, tuple[Pair, ...]]]()
         for start in range(end):
-            weights = steps[start:end].sum(0)
-            top = len(seconds) if end == len(firsts) else int(np.flatnonzero(weights).max(initial=-1)) + 1
-            for padded, ladder in _ladders(seconds[:top], weights[:top], graphs):
-                row = tuple((first, second) for second in ladder)
+            weights = np.trim_zeros(steps[start:end].sum(0), "b")
+            for padded, ladder in _ladders(seconds[: len(weights)], weights, graphs):
                 for count, (before, buckets) in best[start].items():
-                    total = before + padded * first
-                    if count + len(row) <= graphs and total < found.get(count + len(row), (np.inf,))[0]:
-                        found[count + len(row)] = total, (*buckets, *row)
+                    total, number = before + padded * first, count + len(ladder)
+                    if number <= graphs and total < found.get(number, (math.inf,))[0]:
+                        found[number] = total, (*buckets, *((first, second) for second in ladder))
+                if end - start == len(firsts) and padded * first <= enough:
+                    break  # more buckets are not needed
         best.append(found)
-    fewest = [(len(buckets), buckets) for padded, buckets in best[-1].values() if padded <= enough]
-    return min(fewest)[1] if fewest else min(best[-1].values())[1]
+    return min(best[-1].values(), key=lambda one: (max(one[0], enough), len(one[1])))[1]
 
 
 def _powers(largest: int) -> list[int]:
     """Return the powers of two up to a size, and the size."""
     return sorted({largest, *(1 << bit for bit in range(largest.bit_length()))})
-
-
-def _thinned(sizes: Any, steps: Any, most: int) -> tuple[Any, Any]:
-    """Return at most `most` sizes with their steps, if given: the largest of each group of neighbours."""
-    starts = np.arange(0, len(sizes), -(-len(sizes) // most))
-    ends = np.append(starts[1:], len(sizes)) - 1
-    return sizes[ends], None if steps is None else np.add.reduceat(steps, starts)
 
 
 def _ladders(sizes: Any, steps: Any, graphs: int) -> Iterator[tuple[float, list[int]]]:

@@ -46,19 +46,22 @@ class BucketSelector:
 
     def __init__(self, buckets: Mapping[BucketKey, Sizes], places: Mapping[Axis, int]) -> None:
         self._buckets = buckets
-        self._places = places
-        self._axes = [(n, sorted({padded[axis] for padded in buckets.values()})) for axis, n in places.items()]
-        self._known = dict[tuple[int, ...], BucketKey | None]()
+        self._axes = [(n, axis, sorted({padded[axis] for padded in buckets.values()})) for axis, n in places.items()]
+        self._known = dict[int, BucketKey | None]()
 
     def select(self, live: Live) -> BucketKey | None:
         """Return the first bucket that holds these live sizes, or None if none does."""
-        cell = tuple([bisect.bisect_left(sizes, live[place]) for place, sizes in self._axes])
-        found = self._known.get(cell, self)
-        if found is self:  # it was not looked for yet
-            places = self._places.items()
-            holding = (one for one, sizes in self._buckets.items() if all(live[n] <= sizes[axis] for axis, n in places))
-            found = self._known[cell] = next(holding, None)
-        return found
+        cell = 0  # the number of this combination of padded sizes
+        for place, _, sizes in self._axes:
+            cell = cell * (len(sizes) + 1) + bisect.bisect_left(sizes, live[place])
+        if cell not in self._known:
+            holding = (
+                one
+                for one, padded in self._buckets.items()
+                if all(live[n] <= padded[axis] for n, axis, _ in self._axes)
+            )
+            self._known[cell] = next(holding, None)
+        return self._known[cell]
 
 
 @final
@@ -111,19 +114,20 @@ def variant(field: str, values: Collection[Any] | None = None, *, at_least: Coll
         ConfigError: An argument does not fit.
     """
     what = f"variant {checked('variant', 'the name of a field', field, str)!r}"
-    if values is not None and at_least is not None:
+    is_least = at_least is not None
+    if is_least and values is not None:
         raise ConfigError(f"{what}: give values, or at_least=, not both")
-    given: Any = at_least if at_least is not None else (False, True) if values is None else values
+    given: Any = at_least if is_least else (False, True) if values is None else values
     if not is_collection(given) or not given:
         refuse(what, "a list or tuple of at least one value", given)
     for value in given:
-        if at_least is not None:
+        if is_least:
             checked(f"{what}: at_least", "finite numbers", value, (int, float), -sys.float_info.max, sys.float_info.max)
         elif not _is_plain(value):
             refuse(what, "values that equal themselves and have a hash, such as numbers and names", value)
     if len(set(given)) < len(given):
         refuse(what, "each value once", given)
-    return Variant(field, tuple(given if at_least is None else sorted(given)), at_least is not None)
+    return Variant(field, tuple(sorted(given) if is_least else given), is_least)
 
 
 def _is_plain(value: Any) -> bool:
@@ -150,6 +154,11 @@ def variants_of(declaration: Declaration, variants: Any) -> tuple[Variant, ...]:
             raise ConfigError(f"variants names field {name!r} twice: give all its values in one")
         found[name] = one
     return tuple(found.values())
+
+
+def frozen_text(frozen: Mapping[str, Any]) -> str:
+    """Return values of fields as text: `max_seqlen=512, causal=True`."""
+    return ", ".join(f"{name}={value!r}" for name, value in frozen.items())
 
 
 def frozen_by(variants: Sequence[Variant]) -> Mapping[VariantKey, Mapping[str, Any]]:

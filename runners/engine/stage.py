@@ -155,10 +155,11 @@ class Stage(Generic[V]):
         return next(name for name, one in LOWERINGS.items() if name in able and not one.has_kernel)
 
     def padded(self, counts: Sizes, options: str) -> Sizes:
-        """Return the padded sizes of a bucket.
+        """Return the padded sizes of a bucket, those of axes that follow from others included.
 
-        Raise ConfigError if `sizes=` has an axis of `counts`, which `options` decide.
+        Raise ConfigError if `sizes=` has an axis of `counts`, which `options` decide, or one that follows from these.
         """
+        counts = {**counts, **{axis: size.at({**self.sizes, **counts}) for axis, size in self.relations.items()}}
         if not self.sizes.keys().isdisjoint(counts):
             axes = " and ".join(sorted(axis.name for axis in counts))
             raise ConfigError(f"sizes of {axes} follow from {options}: give those")

@@ -137,17 +137,14 @@ def _merged(rows: dict[BucketKey, int]) -> dict[BucketKey, int]:
 
     Sizes whose leading bits agree on each axis become the largest of them, so that what holds it holds them all.
     """
-    merged = rows
+    alike = dict[BucketKey, list[BucketKey]]()
     for bits in (5, 3, 1):
-        largest, steps = dict[tuple[int, ...], BucketKey](), collections.Counter[tuple[int, ...]]()
-        for sizes, count in rows.items():
-            alike = tuple([size >> (low := max(size.bit_length() - bits, 0)) << low for size in sizes_of(sizes)])
-            largest[alike] = tuple(map(max, sizes_of(sizes), sizes_of(largest.get(alike, sizes))))
-            steps[alike] += count
-        merged = {largest[alike]: count for alike, count in steps.items()}
-        if len(merged) <= MOST_SIZES // 2:
+        alike = collections.defaultdict(list)
+        for sizes in rows:
+            alike[tuple([size & -1 << max(size.bit_length() - bits, 0) for size in sizes])].append(sizes)
+        if len(alike) <= MOST_SIZES // 2:
             break
-    return merged
+    return {tuple(map(max, zip(*many, strict=True))): sum(rows[one] for one in many) for many in alike.values()}
 
 
 class Tally:
@@ -201,7 +198,7 @@ class Tally:
                 "padded": (padded := math.prod(sizes_of(bucket)) * steps),
                 "waste": (padded - live) / padded,
             }
-            for bucket, (steps, live) in sorted(found.items(), key=lambda item: sizes_of(item[0]))
+            for bucket, (steps, live) in sorted(found.items())
             if steps
         }
         rows = collections.Counter[BucketKey]()
@@ -213,7 +210,7 @@ class Tally:
             "steps": {self.path: graphs, "eager": others},
             "ahead": dict(self.ahead),
             "buckets": buckets,
-            "rows": {size: rows[size] for size in sorted(rows, key=sizes_of)},
+            "rows": {size: rows[size] for size in sorted(rows)},
             "eager": eager,
             "fills": {
                 "every": EVERY,
@@ -278,7 +275,7 @@ class CaptureReport(Shown):
         If reasons differ in numbers alone, it is that of the largest bucket.
         """
         alike = dict[str, dict[str, list[str]]]()
-        for bucket in sorted(self.failed, key=sizes_of):
+        for bucket in sorted(self.failed):
             reason = self.failed[bucket]
             alike.setdefault(_NUMBER.sub("", reason), {}).setdefault(reason, []).append(str(bucket))
         found = list[str]()

@@ -15,7 +15,7 @@ from ...dataflow.shown import Table, cell
 from ..decode import CapturingRunner
 from ..engine.config import checked
 from ..engine.runner import Runner
-from ..engine.selection import BucketKey
+from ..engine.selection import BucketKey, frozen_text
 from ..engine.sharing import Layout, lasting
 from ..engine.statistics import Decision, human_bytes, with_text_keys
 from ..modes import ModeRunner
@@ -214,8 +214,7 @@ def _bucket(runner: CapturingRunner[Any], rows: BucketKey) -> BucketFacts:
     for absent, (key, frozen) in every:
         captured = runner.graphs.captured.get((rows, absent, key))
         if captured is not None:
-            values = [f"{name}={value!r}" for name, value in frozen.items()]
-            launches[", ".join([*sorted(absent), *values])] = captured.graph.parts
+            launches[", ".join(filter(None, [*sorted(absent), frozen_text(frozen)]))] = captured.graph.parts
     if len(launches) == len(every):
         why = ""
     elif not runner.config.graphs:

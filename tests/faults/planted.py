@@ -21,7 +21,7 @@ from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
 from slotgraph.dataflow.transition import Transition
 from slotgraph.runners import decode, tree
-from slotgraph.runners.engine import config, current, graphs, outputs, routes, selection, sharing
+from slotgraph.runners.engine import current, graphs, outputs, routes, selection, sharing
 from slotgraph.runners.engine.capture import FORKS
 from slotgraph.runners.engine.runner import Runner
 from slotgraph.runners.engine.stage import Stage
@@ -375,10 +375,15 @@ def replays_are_not_counted(old: Any, self: Any, view: Any, live: Any) -> Any:
     return made
 
 
-@fault(ROUTES, config.Buckets, "fit", "runners/test_decision.py::test_each_way_has_its_path_bucket_and_reason")
-def exact_buckets_are_missed(old: Any, self: Any, rows: int) -> Any:
+@fault(
+    ROUTES,
+    selection.BucketSelector,
+    "select",
+    "runners/test_decision.py::test_each_way_has_its_path_bucket_and_reason",
+)
+def exact_buckets_are_missed(old: Any, self: Any, live: Any) -> Any:
     """Look for one row more: a batch of exactly a bucket's size goes to the next, and of the largest runs eagerly."""
-    return old(self, rows + 1)
+    return old(self, tuple(rows + 1 for rows in live))
 
 
 @fault(ROUTES, decode, "_differing", "runners/test_views.py::test_a_default_at_capture_is_what_the_graph_holds")

@@ -88,6 +88,18 @@ def test_a_cost_decides() -> None:
     assert "costs least" in runner.decide(batch(1, 1)).reason
 
 
+class Tokens(Inputs):
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+
+def test_buckets_on_an_axis_that_a_relation_alone_has() -> None:
+    """Requests have buckets, though each slot has rows for tokens."""
+    options: Any = {"relations": {TOKENS: BATCH * 2}, "backend": BACKEND, "progress": False, "output_rows": TOKENS}
+    runner = ready(GraphRunner(Tokens, lambda view: view.ids * 2, buckets={BATCH: [1, 4]}, **options))
+    assert runner({"ids": torch.arange(6)}).tolist() == [0, 2, 4, 6, 8, 10]
+    assert runner.decide({"ids": torch.arange(6)}).bucket == 4
+
+
 def test_rows_of_outputs_are_padded_rows() -> None:
     """At capture outputs must have the padded rows of the axis that they follow."""
     runner = made(output_rows=KV)
