@@ -13,7 +13,7 @@ from attrs.converters import optional as or_none
 
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, Capabilities, FillRole, Placement, Role, dtype_text, resolve_dtype
-from .sources import SETTINGS, Compute, Path, Source, again_of, compute_of, one_argument, optional_source
+from .sources import SETTINGS, Compute, Path, Source, again_of, compute_of, one_argument, one_value, optional_source
 from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]
@@ -37,7 +37,7 @@ def ragged_of(value: Any) -> bool | Compute:
     """Check that a value is True, False, or a function of what determines the length of rows."""
     if isinstance(value, Compute):
         return value
-    return compute_of(value) if callable(value) else flag(value)
+    return one_value(value) if callable(value) else flag(value)
 
 
 def dtype_of(value: torch.dtype | Role) -> torch.dtype | Role:
@@ -290,7 +290,7 @@ class Copied(Slot):
 
     needs_rule = True
     source: Source | None = attrs.field(default=None, converter=optional_source)
-    then: Compute | None = attrs.field(default=None, converter=or_none(compute_of))
+    then: Compute | None = attrs.field(default=None, converter=or_none(one_value))
 
     def reads(self, name: str) -> Source | None:
         """Return the declared source, or the slot's own name. A slot of a group has its name below such a path."""

@@ -334,9 +334,18 @@ def compute_of(function: Callable[..., Any]) -> Compute:
     return Compute(_no_coroutine(function), needs, OUT in names, getattr(function, _FILLS, ()))
 
 
+def one_value(function: Callable[..., Any]) -> Compute:
+    """Read the parameters of a function that returns a single value. Raise TypeError if `fills` marks it."""
+    made = compute_of(function)
+    if made.fills:
+        several = ", ".join(made.fills)
+        raise TypeError(f"one call of {made.name} fills {several}, by @fills: give a function of a single value")
+    return made
+
+
 def again_of(value: tuple[str, ...] | Callable[..., Any]) -> Compute:
     """Convert a tuple of names, or a function that returns a bool, to `Compute.again`. Raise TypeError for others."""
-    return Compute(changed, value, writes_out=False) if isinstance(value, tuple) else compute_of(value)
+    return Compute(changed, value, writes_out=False) if isinstance(value, tuple) else one_value(value)
 
 
 def changed(**values: Any) -> bytes:

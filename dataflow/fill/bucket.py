@@ -361,18 +361,21 @@ class Bucket:
         if not self.plan.computed:
             return NO_FUNCTIONS
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
-        for one, computation in self.computations(views):
+        for one, computation in self.computations(views, [one.slot for one in self._computed if one.packed]):
             if one.packed:
                 packed.append(PackedValue.of(computation))
             else:
                 (on_host if one.on == HOST else on_device).append(computation)
         return Functions(on_host, packed, on_device)
 
-    def computations(self, views: Views) -> Iterator[tuple[ComputeStep, Computation]]:
-        """Bind the functions to the slots that they need and write, in order."""
+    def computations(self, views: Views, last: Collection[str] = ()) -> Iterator[tuple[ComputeStep, Computation]]:
+        """Bind the functions to the slots that they need and write, in the order in which they run.
+
+        Slots in `last` are computed after the others: of a function that fills several, the first slot makes the call.
+        """
         declaration, results = self.declaration, dict[tuple[str, ...], dict[str, Any]]()
         known = {SETTINGS: declaration.settings, RANKS: declaration.ranks, **self.frozen, **views}
-        for one in self._computed:
+        for one in sorted(self._computed, key=lambda one: one.slot in last):
             bind = functools.partial(Computation.bind, one.slot, declaration, known, alias(known[one.slot]))
             made = bind(results=results, tail=self.result_tails.get(one.slot))
             again = made.compute.again
