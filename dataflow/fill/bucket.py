@@ -17,7 +17,7 @@ from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Dim, Live, Sizes, Step
 from ..buffers import Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
-from ..computation import Computation, PackedValue, ResultTail, words
+from ..computation import Computation, PackedValue, Results, ResultTail, words
 from ..declaration import Declaration
 from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
@@ -373,7 +373,7 @@ class Bucket:
 
         Slots in `last` are computed after the others: of a function that fills several, the first slot makes the call.
         """
-        declaration, results = self.declaration, dict[tuple[str, ...], dict[str, Any]]()
+        declaration, results = self.declaration, Results()
         known = {SETTINGS: declaration.settings, RANKS: declaration.ranks, **self.frozen, **views}
         for one in sorted(self._computed, key=lambda one: one.slot in last):
             bind = functools.partial(Computation.bind, one.slot, declaration, known, alias(known[one.slot]))
