@@ -33,6 +33,11 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
+def places(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Number the positions along a dim of a tensor, in a shape that broadcasts to its own."""
+    return torch.arange(tensor.shape[dim], device=tensor.device).view(-1, *[1] * (tensor.dim() - dim - 1))
+
+
 def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabilities) -> Any:
     """Return what a slot's buffer holds at first: a number, a tensor or nested lists.
 
@@ -120,8 +125,7 @@ class ResultTail:
         """Write the tail. live: Live rows on each axis, as numbers, or as tensors that a graph reads."""
         whole = words(target)
         for dim, reach in zip(self.rows.dims, self.rows.reaches, strict=True):
-            place = torch.arange(whole.shape[dim], device=whole.device).view(-1, *[1] * (whole.dim() - dim - 1))
-            whole.masked_fill_(place >= reach(live), self.word)
+            whole.masked_fill_(places(whole, dim) >= reach(live), self.word)
 
 
 Results = dict[tuple[str, ...], dict[str, Any]]
