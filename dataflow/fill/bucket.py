@@ -20,7 +20,7 @@ from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, PackedValue, Results, ResultTail, words
 from ..declaration import Declaration
 from ..errors import BatchError, DeclarationError, blame
-from ..guard import below_modes, outside_inference, without_gradients
+from ..guard import below_modes, outside_inference
 from ..lowering import LOWERINGS, How
 from ..oracle import fill_slot_by_slot
 from ..packet import RAGGED, Feed, Lane, table_of
@@ -96,25 +96,6 @@ class ShownSlots:
     views: Views
     shown: Aliases
     functions: Functions
-
-
-@attrs.frozen(eq=False)
-class FilledBucket:
-    """A bucket after a fill.
-
-    Attributes:
-        views: The slots, or None for one that is absent or switched off.
-        live: Live rows on each axis.
-        on_device: The functions that the device still has to run.
-    """
-
-    views: Views
-    live: Live
-    on_device: Sequence[Computation]
-
-    def compute_on_device(self, batch: Any = None) -> None:
-        """Run the functions on the device. Call it right after an eager fill from `batch`."""
-        run_all(self.on_device, batch)
 
 
 def run_all(computations: Sequence[Computation], batch: Any = None) -> None:
@@ -267,20 +248,6 @@ class Bucket:
             if rows > most:
                 raise BatchError(f"the batch has {rows} rows on {axis}, more than the {most} of this bucket")
 
-    def fill(self, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
-        """Fill from a batch of `live` rows on each varying axis, without the functions on the device.
-
-        Raises MissingSourceError and BatchError before anything is written.
-        """
-        plan, taken = self.admit(self.table.gather(batch, side), live)
-        without_gradients(plan.write, taken, live, batch)
-        return self.filled(live)
-
-    def filled(self, live: Live) -> FilledBucket:
-        """Return the result of a fill of these live sizes."""
-        shown = self.at(live)
-        return FilledBucket(shown.views, live, shown.functions.on_device)
-
     def admit(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken]:
         """Choose the bound plan for a batch, and take its sources. Writes nothing, and raises the errors of a fill."""
         return self.take_known(sources, live) or self._admit_anew(sources, live, below_modes(self.table.find, sources))
@@ -320,9 +287,7 @@ class Bucket:
         kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:MOST_PLANS]
         return plan, taken
 
-    def fill_slot_by_slot(
-        self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None
-    ) -> FilledBucket:
+    def fill_slot_by_slot(self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None) -> None:
         """Fill by the oracle, including what the device computes. Raises the errors of a fill.
 
         `given` is what `tensors` returned, if that was called before.
@@ -333,7 +298,6 @@ class Bucket:
         given_to = self.declaration, self.buffers, self._capabilities, step, batch, side, given
         fill_slot_by_slot(*given_to, left=self.left, frozen=self.frozen)
         self.buffers.clean.done(self, live)
-        return FilledBucket(self.at(live).views, live, ())
 
     def tensors(self, batch: Any, live: Live, side: Side = NO_SIDE) -> dict[str, torch.Tensor]:
         """Return what a fill would copy, by slot, as tensors on the slots' devices.
@@ -614,7 +578,7 @@ def _merged(plan: FillPlan) -> list[CopyGroup]:
     return groups
 
 
-def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
+def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> Views:
     """Return the slots' values as a fill would make them, but with the batch's own tensors instead of copies.
 
     Host data becomes a tensor on its slot's device, and a slot that the step writes becomes a copy. Raises the errors
@@ -625,9 +589,7 @@ def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> F
     own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
     views = {**bucket.at(live).shown(), **own}
     step = bucket.step(live)
-    computed = [*bucket.computations(views)]
     with torch.no_grad():
-        for one, computation in computed:
-            if one.on == HOST:
-                computation.run(batch, step)
-    return FilledBucket(views, live, [computation for one, computation in computed if one.on == DEVICE])
+        for _, computation in bucket.computations(views):
+            computation.run(batch, step)
+    return views
