@@ -124,7 +124,7 @@ class Group:
         self.names = names
 
     def member(self, name: str, value: Any) -> Any:
-        """Return what the slot of a name takes of a parameter: its own value of a mapping by the names, else all."""
+        """Return a parameter's value for one slot: of a mapping that has the group's names, the value of that name."""
         if isinstance(value, Mapping) and value.keys() == {*self.names}:
             return value[name]
         return tuple([self.member(name, one) for one in value]) if isinstance(value, tuple) else value
@@ -464,7 +464,7 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
 def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
     """Return all slots by name, those of groups as in `tables.full`.
 
-    A parameter of the functions of these that names a group takes the slot that has the same name in it.
+    If a function of a group's slot has a parameter that names a group, it takes that group's slot of the same name.
     """
     found, groups = dict[str, Slot](), [name for name, kind in declared.items() if isinstance(kind, Mapping)]
     for name, kind in declared.items():

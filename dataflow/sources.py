@@ -279,7 +279,7 @@ class Compute:
         return str(getattr(self.function, "__qualname__", self.function))
 
     def within(self, groups: Collection[str], member: str) -> "Compute":
-        """Return the function as a group's slot has it: of these groups it needs and fills slots of the same name."""
+        """Return the function of one slot of a group. Names in `groups` mean the member of that group."""
 
         def named(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple([f"{name}.{member}" if name in groups else name for name in names])
@@ -287,7 +287,7 @@ class Compute:
         return attrs.evolve(self, needs=named(self.needs), fills=named(self.fills))
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values of what it needs by parameter, which has the group's name for a slot of a group."""
+        """Return values of slots by parameter. The parameter for a group's slot is called as the group."""
         return {need.partition(".")[0]: value for need, value in values.items()}
 
     @property

@@ -41,7 +41,7 @@ def filled(bucket: Bucket, batch: Any, live: Live, side: Mapping[str, Any] = Map
     plan, taken = bucket.admit(bucket.table.gather(batch, side), live)
     without_gradients(plan.write, taken, live, batch)
     shown = bucket.at(live)
-    return Filled(shown.views, shown.functions.on_device)
+    return Filled(shown.shown(), shown.functions.on_device)
 
 
 class Streams:

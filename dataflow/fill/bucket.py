@@ -87,13 +87,11 @@ class ShownSlots:
 
     Attributes:
         live: Live rows on each axis. Only an exact bucket depends on them.
-        views: The slots, or None for one that is absent or switched off.
-        shown: Aliases of `views`, for steps and callers.
+        shown: Aliases of the slots, for steps and callers, or None for one that is absent or switched off.
         functions: The functions that read them.
     """
 
     live: Live
-    views: Views
     shown: Aliases
     functions: Functions
 
@@ -222,7 +220,7 @@ class Bucket:
             views, anew = self.views, None
             if self.exact:  # a size is often used in one step only, so aliases are made at the second use
                 views, anew = self._views_of(live), functools.partial(self._views_of, live)
-            last = self._last = ShownSlots(live, views, Aliases(views, anew), self._functions(views))
+            last = self._last = ShownSlots(live, Aliases(views, anew), self._functions(views))
         return last
 
     def compute_on_device(self) -> None:
@@ -304,10 +302,7 @@ class Bucket:
 
         Writes nothing, and raises the errors of a fill.
         """
-        return self.tensors_of(self.table.gather(batch, side), live)
-
-    def tensors_of(self, sources: Sources, live: Live) -> dict[str, torch.Tensor]:
-        """Return what a fill from these sources would copy, in the same form."""
+        sources = self.table.gather(batch, side)
         self.check_room(live)
         move = self.feed.move if self._packs else None
         found = self._admitted(sources, live)
