@@ -472,7 +472,7 @@ def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
             found[name] = kind
             continue
         for member, slot in kind.items():
-            functions = {"function": slot.computes(), "then": slot.advances()}
+            functions = {"function": slot.computes(), "again": getattr(slot, "again", None), "then": slot.advances()}
             named: dict[str, Any] = {key: one.within(groups, member) for key, one in functions.items() if one}
             found[f"{name}.{member}"] = attrs.evolve(slot, **named)
     return found
