@@ -580,7 +580,7 @@ class OwnGraphs(Runner[V, Any]):
         buckets: The numbers of requests that there are graphs for.
     """
 
-    graphs: GraphSet[V]  # pyright: ignore[reportIncompatibleVariableOverride] - it always has one
+    graphs: GraphSet[V]
 
     def __init__(
         self,
@@ -606,7 +606,7 @@ class OwnGraphs(Runner[V, Any]):
         varying = stage.declaration.varying
         check_output_rows(output_rows, [axis for axis in (TOKENS, BATCH) if axis in varying])
         self.cuts = output_rows is not None
-        self.graphs = GraphSet(
+        self.graphs = GraphSet(  # pyright: ignore[reportIncompatibleVariableOverride] - it always has one
             stage,
             layer.buffers,
             filler,
