@@ -33,6 +33,11 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
 
 
+def places(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Number the positions along a dim of a tensor, in a shape that broadcasts to its own."""
+    return torch.arange(tensor.shape[dim], device=tensor.device).view(-1, *[1] * (tensor.dim() - dim - 1))
+
+
 def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabilities) -> Any:
     """Return what a slot's buffer holds at first: a number, a tensor or nested lists.
 
@@ -120,28 +125,33 @@ class ResultTail:
         """Write the tail. live: Live rows on each axis, as numbers, or as tensors that a graph reads."""
         whole = words(target)
         for dim, reach in zip(self.rows.dims, self.rows.reaches, strict=True):
-            place = torch.arange(whole.shape[dim], device=whole.device).view(-1, *[1] * (whole.dim() - dim - 1))
-            whole.masked_fill_(place >= reach(live), self.word)
+            whole.masked_fill_(places(whole, dim) >= reach(live), self.word)
 
 
-def part_of(parts: dict[str, Any], compute: Compute, slot: str, leads: bool, /, **given: Any) -> Any:  # noqa: FBT001
+Results = dict[tuple[str, ...], dict[str, Any]]
+"""What calls for several slots have returned: by these slots, the values of those whose turn is still to come."""
+
+
+def part_of(results: Results, compute: Compute, slot: str, leads: bool, /, **given: Any) -> Any:  # noqa: FBT001
     """Return a slot's part of what one call for several slots returns.
 
-    `parts` keeps the others for their turns. The slot that leads comes first in each step, and always calls.
+    Args:
+        results: Keeps the parts of the other slots for their turns.
+        compute: The function.
+        slot: The slot.
+        leads: Whether the slot is the first of them in each step, and therefore always calls.
+        given: The function's arguments.
     """
-    if slot in parts and not leads:
-        return parts.pop(slot)
+    if not leads and slot in results.get(compute.fills, ()):
+        return results[compute.fills].pop(slot)
     values, names = compute.function(**given), compute.fills
     if compute.writes_out:
         values = (None,) * len(names)
     if not isinstance(values, tuple) or len(values) != len(names):
         what = f"slot {slot!r}: its function fills {', '.join(names)}"
         raise ComputeError(f"{what}: return a tuple with a value for each, got {values!r:.80}")
-    found = dict(zip(names, values, strict=True))
-    own = found.pop(slot)
-    parts.clear()
-    parts.update(found)
-    return own
+    parts = results[compute.fills] = dict(zip(names, values, strict=True))
+    return parts.pop(slot)
 
 
 @attrs.frozen(eq=False)
@@ -190,7 +200,7 @@ class Computation:
         known: Mapping[str, Any],
         target: torch.Tensor,
         compute: Compute | None = None,
-        results: dict[tuple[str, ...], dict[str, Any]] | None = None,
+        results: Results | None = None,
         tail: ResultTail | None = None,
     ) -> "Computation":
         """Bind a slot's function, or `compute`, to the values that are known. Each call passes the others.
@@ -210,8 +220,7 @@ class Computation:
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
             if compute.writes_out:
                 outs = {name: known[name].data for name in compute.fills if known[name] is not None}
-                outs = compute.arguments(outs)
-                given[OUT] = outs or target.data
+                given[OUT] = compute.arguments(outs) or target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter
         axes = tail.axes if tail is not None and declaration.side(slot) == DEVICE else ()
@@ -222,14 +231,13 @@ class Computation:
         function = functools.partial(compute.function, **arguments)
         if compute.fills and results is not None:
             leads = compute.fills not in results
-            parts = results.setdefault(compute.fills, {})
-            function = functools.partial(part_of, parts, compute, slot, leads, **arguments)
+            results.setdefault(compute.fills, {})
+            function = functools.partial(part_of, results, compute, slot, leads, **arguments)
         aliases = tuple(alias for _, alias in read.values())
         is_number = target.numel() == 1 and not target.is_complex()
         numbers = range_of(target.dtype) if is_number else (None, 0, 0)
         versions = [*map(_VERSION, aliases)]
-        bound = slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions
-        return cls(*bound, tail, live)
+        return cls(slot, compute, function, unknown, asks_step, target, numbers, read, aliases, versions, tail, live)
 
     def run(self, batch: Any, step: Step | None = None) -> None:
         """Call the function and write its result, unless `again` says that the slot has it.

@@ -9,7 +9,7 @@ import torch
 from .axes import Step, extent
 from .buffers import Buffers
 from .capabilities import Capabilities
-from .computation import Computation
+from .computation import Computation, Results
 from .declaration import Declaration
 from .hostdata import plain_rows, tensor_for
 from .slots import Slot
@@ -54,7 +54,7 @@ def fill_slot_by_slot(
             reset_tail(slot, view, capabilities, step)
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
-    known, results = {**declaration.given(step), **frozen, **views}, dict[tuple[str, ...], dict[str, Any]]()
+    known, results = {**declaration.given(step), **frozen, **views}, Results()
     for name in (name for name in declaration.functions if name not in left):
         view = buffers[name].view(step.padded_sizes)
         Computation.bind(name, declaration, known, view, results=results).run(batch)

@@ -13,7 +13,7 @@ from attrs.converters import optional as or_none
 
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, Capabilities, FillRole, Placement, Role, dtype_text, resolve_dtype
-from .sources import SETTINGS, Compute, Path, Source, again_of, compute_of, one_argument, optional_source
+from .sources import SETTINGS, Compute, Path, Source, again_of, compute_of, one_argument, one_value, optional_source
 from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]
@@ -37,7 +37,7 @@ def ragged_of(value: Any) -> bool | Compute:
     """Check that a value is True, False, or a function of what determines the length of rows."""
     if isinstance(value, Compute):
         return value
-    return compute_of(value) if callable(value) else flag(value)
+    return one_value(value) if callable(value) else flag(value)
 
 
 def dtype_of(value: torch.dtype | Role) -> torch.dtype | Role:
@@ -124,7 +124,7 @@ class Group:
         self.names = names
 
     def member(self, name: str, value: Any) -> Any:
-        """Return what the slot of a name takes of a parameter: its own value of a mapping by the names, else all."""
+        """Return a parameter's value for one slot: of a mapping that has the group's names, the value of that name."""
         if isinstance(value, Mapping) and value.keys() == {*self.names}:
             return value[name]
         return tuple([self.member(name, one) for one in value]) if isinstance(value, tuple) else value
@@ -290,7 +290,7 @@ class Copied(Slot):
 
     needs_rule = True
     source: Source | None = attrs.field(default=None, converter=optional_source)
-    then: Compute | None = attrs.field(default=None, converter=or_none(compute_of))
+    then: Compute | None = attrs.field(default=None, converter=or_none(one_value))
 
     def reads(self, name: str) -> Source | None:
         """Return the declared source, or the slot's own name. A slot of a group has its name below such a path."""
@@ -464,7 +464,7 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
 def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
     """Return all slots by name, those of groups as in `tables.full`.
 
-    A parameter of the functions of these that names a group takes the slot that has the same name in it.
+    If a function of a group's slot has a parameter that names a group, it takes that group's slot of the same name.
     """
     found, groups = dict[str, Slot](), [name for name, kind in declared.items() if isinstance(kind, Mapping)]
     for name, kind in declared.items():
@@ -472,7 +472,7 @@ def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
             found[name] = kind
             continue
         for member, slot in kind.items():
-            functions = {"function": slot.computes(), "then": slot.advances()}
+            functions = {"function": slot.computes(), "again": getattr(slot, "again", None), "then": slot.advances()}
             named: dict[str, Any] = {key: one.within(groups, member) for key, one in functions.items() if one}
             found[f"{name}.{member}"] = attrs.evolve(slot, **named)
     return found

@@ -279,7 +279,7 @@ class Compute:
         return str(getattr(self.function, "__qualname__", self.function))
 
     def within(self, groups: Collection[str], member: str) -> "Compute":
-        """Return the function as a group's slot has it: of these groups it needs and fills slots of the same name."""
+        """Return the function of one slot of a group. Names in `groups` mean the member of that group."""
 
         def named(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple([f"{name}.{member}" if name in groups else name for name in names])
@@ -287,7 +287,7 @@ class Compute:
         return attrs.evolve(self, needs=named(self.needs), fills=named(self.fills))
 
     def arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values of what it needs by parameter, which has the group's name for a slot of a group."""
+        """Return values of slots by parameter. The parameter for a group's slot is called as the group."""
         return {need.partition(".")[0]: value for need, value in values.items()}
 
     @property
@@ -334,9 +334,18 @@ def compute_of(function: Callable[..., Any]) -> Compute:
     return Compute(_no_coroutine(function), needs, OUT in names, getattr(function, _FILLS, ()))
 
 
+def one_value(function: Callable[..., Any]) -> Compute:
+    """Read the parameters of a function that returns a single value. Raise TypeError if `fills` marks it."""
+    made = compute_of(function)
+    if made.fills:
+        several = ", ".join(made.fills)
+        raise TypeError(f"one call of {made.name} fills {several}, by @fills: give a function of a single value")
+    return made
+
+
 def again_of(value: tuple[str, ...] | Callable[..., Any]) -> Compute:
     """Convert a tuple of names, or a function that returns a bool, to `Compute.again`. Raise TypeError for others."""
-    return Compute(changed, value, writes_out=False) if isinstance(value, tuple) else compute_of(value)
+    return Compute(changed, value, writes_out=False) if isinstance(value, tuple) else one_value(value)
 
 
 def changed(**values: Any) -> bytes:

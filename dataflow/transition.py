@@ -15,7 +15,7 @@ import torch
 
 from .axes import BATCH, TOKENS, Sizes
 from .buffers import Buffer, Buffers
-from .computation import Computation, words
+from .computation import Computation, places, words
 from .declaration import Declaration
 from .guard import outside_inference
 from .slots import Slot
@@ -162,8 +162,7 @@ class Transition:
         mask = list[tuple[torch.Tensor, int]]()
         with outside_inference():
             for dim in slot.varying:
-                place = torch.arange(view.shape[dim], device=view.device).view(-1, *[1] * (view.dim() - dim - 1))
-                mask.append((place, self._declaration.counted.index(slot.shape[dim])))
+                mask.append((places(view, dim), self._declaration.counted.index(slot.shape[dim])))
         return mask
 
     def _words_of(self, buffer: Buffer) -> torch.Tensor:

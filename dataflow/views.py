@@ -8,7 +8,7 @@ import torch
 
 from .axes import BATCH, TOKENS, Axis, Dim, Live, Step, extent
 from .capabilities import DEVICE
-from .computation import Computation, ResultTail
+from .computation import Computation, Results, ResultTail
 from .declaration import LIVE_ROWS, Declaration
 from .errors import BatchError, ReplayError, did_you_mean
 from .guard import POINTER, Guard, outside_inference, own_guard
@@ -248,7 +248,7 @@ def _cut(
         if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
             del made[name]  # its value for all rows is wrong for a part
     known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}
-    results = dict[tuple[str, ...], dict[str, Any]]()
+    results = Results()
     with torch.no_grad():
         for name in computed:
             tail = info.tails.get(name)

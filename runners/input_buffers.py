@@ -421,10 +421,8 @@ class BucketBuffers(Generic[V]):
     def compute_before_graph(self, absent: Absent) -> None:
         """Do the device's part of a filled step, unless the caller's graph begins with it."""
         if absent not in self._in_graph:
-            filling = self.filling(absent)
             with torch.no_grad():
-                self._filler.first_node(filling)
-                filling.bucket.compute_on_device()
+                self.filling(absent).first_nodes()
 
     def fill(
         self,
@@ -523,9 +521,7 @@ class BucketBuffers(Generic[V]):
                 raise CaptureError(
                     f"padded sizes {self._sizes()} are new: call fill() or prepare() with them before the capture"
                 )
-            filling = self.filling(pattern)
-            layer.filler.first_node(filling)
-            filling.compute_in_graph()
+            self.filling(pattern).first_nodes()
             self._in_graph.add(pattern)
 
     def view(self, *, absent: Collection[str] = (), written: bool = False) -> V:
@@ -584,7 +580,7 @@ class OwnGraphs(Runner[V, Any]):
         buckets: The numbers of requests that there are graphs for.
     """
 
-    graphs: GraphSet[V]  # pyright: ignore[reportIncompatibleVariableOverride] - it always has one
+    graphs: GraphSet[V]
 
     def __init__(
         self,
@@ -610,7 +606,7 @@ class OwnGraphs(Runner[V, Any]):
         varying = stage.declaration.varying
         check_output_rows(output_rows, [axis for axis in (TOKENS, BATCH) if axis in varying])
         self.cuts = output_rows is not None
-        self.graphs = GraphSet(
+        self.graphs = GraphSet(  # pyright: ignore[reportIncompatibleVariableOverride] - it always has one
             stage,
             layer.buffers,
             filler,

@@ -1,6 +1,7 @@
 """Packets without a device: a CPU that packs uploads as one does, and the fused fill outside of any runner."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, final
 
 import attrs
@@ -11,12 +12,36 @@ from slotgraph.backends import Backend, Capabilities, Fusion, Graph, Interruptio
 from slotgraph.backends.cpu import HOST_FUSION, HostBackend, HostUpload
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.backends.ring import ring_on
+from slotgraph.dataflow.axes import Live
 from slotgraph.dataflow.buffers import Buffers
-from slotgraph.dataflow.fill.bucket import Bucket
+from slotgraph.dataflow.computation import Computation
+from slotgraph.dataflow.fill.bucket import Bucket, run_all
+from slotgraph.dataflow.guard import without_gradients
 from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes
+from slotgraph.dataflow.views import Views
 
 NAME = "packing"
 Kernel = Callable[[], None]
+
+
+@attrs.frozen(eq=False)
+class Filled:
+    """A bucket after a fill outside of any runner: its slots, and the functions that the device still has to run."""
+
+    views: Views
+    on_device: Sequence[Computation] = ()
+
+    def compute_on_device(self, batch: Any = None) -> None:
+        """Run them."""
+        run_all(self.on_device, batch)
+
+
+def filled(bucket: Bucket, batch: Any, live: Live, side: Mapping[str, Any] = MappingProxyType({})) -> Filled:
+    """Fill a bucket as runners do, without the functions on the device."""
+    plan, taken = bucket.admit(bucket.table.gather(batch, side), live)
+    without_gradients(plan.write, taken, live, batch)
+    shown = bucket.at(live)
+    return Filled(shown.shown(), shown.functions.on_device)
 
 
 class Streams:

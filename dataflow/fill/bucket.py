@@ -17,10 +17,10 @@ from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Dim, Live, Sizes, Step
 from ..buffers import Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
-from ..computation import Computation, PackedValue, ResultTail, words
+from ..computation import Computation, PackedValue, Results, ResultTail, words
 from ..declaration import Declaration
 from ..errors import BatchError, DeclarationError, blame
-from ..guard import below_modes, outside_inference, without_gradients
+from ..guard import below_modes, outside_inference
 from ..lowering import LOWERINGS, How
 from ..oracle import fill_slot_by_slot
 from ..packet import RAGGED, Feed, Lane, table_of
@@ -87,34 +87,13 @@ class ShownSlots:
 
     Attributes:
         live: Live rows on each axis. Only an exact bucket depends on them.
-        views: The slots, or None for one that is absent or switched off.
-        shown: Aliases of `views`, for steps and callers.
+        shown: Aliases of the slots, for steps and callers, or None for one that is absent or switched off.
         functions: The functions that read them.
     """
 
     live: Live
-    views: Views
     shown: Aliases
     functions: Functions
-
-
-@attrs.frozen(eq=False)
-class FilledBucket:
-    """A bucket after a fill.
-
-    Attributes:
-        views: The slots, or None for one that is absent or switched off.
-        live: Live rows on each axis.
-        on_device: The functions that the device still has to run.
-    """
-
-    views: Views
-    live: Live
-    on_device: Sequence[Computation]
-
-    def compute_on_device(self, batch: Any = None) -> None:
-        """Run the functions on the device. Call it right after an eager fill from `batch`."""
-        run_all(self.on_device, batch)
 
 
 def run_all(computations: Sequence[Computation], batch: Any = None) -> None:
@@ -241,7 +220,7 @@ class Bucket:
             views, anew = self.views, None
             if self.exact:  # a size is often used in one step only, so aliases are made at the second use
                 views, anew = self._views_of(live), functools.partial(self._views_of, live)
-            last = self._last = ShownSlots(live, views, Aliases(views, anew), self._functions(views))
+            last = self._last = ShownSlots(live, Aliases(views, anew), self._functions(views))
         return last
 
     def compute_on_device(self) -> None:
@@ -266,20 +245,6 @@ class Bucket:
         for axis, rows, most in zip(self.declaration.varying, live, self.padded, strict=False):
             if rows > most:
                 raise BatchError(f"the batch has {rows} rows on {axis}, more than the {most} of this bucket")
-
-    def fill(self, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
-        """Fill from a batch of `live` rows on each varying axis, without the functions on the device.
-
-        Raises MissingSourceError and BatchError before anything is written.
-        """
-        plan, taken = self.admit(self.table.gather(batch, side), live)
-        without_gradients(plan.write, taken, live, batch)
-        return self.filled(live)
-
-    def filled(self, live: Live) -> FilledBucket:
-        """Return the result of a fill of these live sizes."""
-        shown = self.at(live)
-        return FilledBucket(shown.views, live, shown.functions.on_device)
 
     def admit(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken]:
         """Choose the bound plan for a batch, and take its sources. Writes nothing, and raises the errors of a fill."""
@@ -320,9 +285,7 @@ class Bucket:
         kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:MOST_PLANS]
         return plan, taken
 
-    def fill_slot_by_slot(
-        self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None
-    ) -> FilledBucket:
+    def fill_slot_by_slot(self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None) -> None:
         """Fill by the oracle, including what the device computes. Raises the errors of a fill.
 
         `given` is what `tensors` returned, if that was called before.
@@ -333,17 +296,13 @@ class Bucket:
         given_to = self.declaration, self.buffers, self._capabilities, step, batch, side, given
         fill_slot_by_slot(*given_to, left=self.left, frozen=self.frozen)
         self.buffers.clean.done(self, live)
-        return FilledBucket(self.at(live).views, live, ())
 
     def tensors(self, batch: Any, live: Live, side: Side = NO_SIDE) -> dict[str, torch.Tensor]:
         """Return what a fill would copy, by slot, as tensors on the slots' devices.
 
         Writes nothing, and raises the errors of a fill.
         """
-        return self.tensors_of(self.table.gather(batch, side), live)
-
-    def tensors_of(self, sources: Sources, live: Live) -> dict[str, torch.Tensor]:
-        """Return what a fill from these sources would copy, in the same form."""
+        sources = self.table.gather(batch, side)
         self.check_room(live)
         move = self.feed.move if self._packs else None
         found = self._admitted(sources, live)
@@ -361,18 +320,21 @@ class Bucket:
         if not self.plan.computed:
             return NO_FUNCTIONS
         on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
-        for one, computation in self.computations(views):
+        for one, computation in self.computations(views, [one.slot for one in self._computed if one.packed]):
             if one.packed:
                 packed.append(PackedValue.of(computation))
             else:
                 (on_host if one.on == HOST else on_device).append(computation)
         return Functions(on_host, packed, on_device)
 
-    def computations(self, views: Views) -> Iterator[tuple[ComputeStep, Computation]]:
-        """Bind the functions to the slots that they need and write, in order."""
-        declaration, results = self.declaration, dict[tuple[str, ...], dict[str, Any]]()
+    def computations(self, views: Views, last: Collection[str] = ()) -> Iterator[tuple[ComputeStep, Computation]]:
+        """Bind the functions to the slots that they need and write, in the order in which they run.
+
+        Slots in `last` are computed after the others: of a function that fills several, the first slot makes the call.
+        """
+        declaration, results = self.declaration, Results()
         known = {SETTINGS: declaration.settings, RANKS: declaration.ranks, **self.frozen, **views}
-        for one in self._computed:
+        for one in sorted(self._computed, key=lambda one: one.slot in last):
             bind = functools.partial(Computation.bind, one.slot, declaration, known, alias(known[one.slot]))
             made = bind(results=results, tail=self.result_tails.get(one.slot))
             again = made.compute.again
@@ -611,7 +573,7 @@ def _merged(plan: FillPlan) -> list[CopyGroup]:
     return groups
 
 
-def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> FilledBucket:
+def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> Views:
     """Return the slots' values as a fill would make them, but with the batch's own tensors instead of copies.
 
     Host data becomes a tensor on its slot's device, and a slot that the step writes becomes a copy. Raises the errors
@@ -622,9 +584,7 @@ def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> F
     own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
     views = {**bucket.at(live).shown(), **own}
     step = bucket.step(live)
-    computed = [*bucket.computations(views)]
     with torch.no_grad():
-        for one, computation in computed:
-            if one.on == HOST:
-                computation.run(batch, step)
-    return FilledBucket(views, live, [computation for one, computation in computed if one.on == DEVICE])
+        for _, computation in bucket.computations(views):
+            computation.run(batch, step)
+    return views

@@ -10,7 +10,7 @@ import functools
 import itertools
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.computation import Computation, ResultTail, part_of
+from ...dataflow.computation import Computation, Results, ResultTail, part_of
 from ...dataflow.guard import outside_inference
 from ...dataflow.sources import OUT, Compute
 
@@ -56,7 +56,6 @@ class _Call:
         compute: How it is declared.
         slots: Its parameters that are slots, `out` among them, with their places in the tensors of the group.
         others: Its other arguments, such as the settings, and None for an absent slot.
-        outs: For a function that fills several slots itself, their places.
         target: The place of the slot.
         tail: The tail that is written behind the result, or None.
         live: The places of the live rows that the tail depends on.
@@ -66,17 +65,16 @@ class _Call:
     compute: Compute
     slots: tuple[tuple[str, int], ...]
     others: tuple[tuple[str, Any], ...] = attrs.field(eq=lambda others: [(name, id(one)) for name, one in others])
-    outs: Mapping[str, int]
     target: int
     tail: ResultTail | None
     live: Sequence[int]
 
 
-Group = Sequence[Computation]
-"""Functions in the order in which they run."""
+Computations = Sequence[Computation]
+"""Bound functions in the order in which they run."""
 
 
-def _calls(group: Group) -> tuple[list[_Call], list[torch.Tensor]]:
+def _calls(group: Computations) -> tuple[list[_Call], list[torch.Tensor]]:
     """Return a group's calls, and all tensors that they read and write, each once.
 
     Each is an alias with a storage of its own: slots share one, and a compiler would ask whether they overlap.
@@ -91,13 +89,13 @@ def _calls(group: Group) -> tuple[list[_Call], list[torch.Tensor]]:
         return places[key]
 
     for one in group:
-        given, outs = dict(one.function.keywords), dict[str, int]()
-        if one.compute.fills and one.compute.writes_out:
-            outs = {name: place(value) for name, value in given.pop(OUT).items()}
+        given = dict(one.function.keywords)
+        if one.compute.fills:
+            given.pop(OUT, None)  # the targets of these slots
         slots = tuple((name, place(value)) for name, value in given.items() if isinstance(value, torch.Tensor))
         others = tuple((name, value) for name, value in given.items() if not isinstance(value, torch.Tensor))
         live = [*map(place, one.live)]
-        calls.append(_Call(one.slot, one.compute, slots, others, outs, place(one.target), one.tail, live))
+        calls.append(_Call(one.slot, one.compute, slots, others, place(one.target), one.tail, live))
     return calls, tensors
 
 
@@ -112,16 +110,16 @@ def _compiled(calls: Sequence[_Call], backend: str = "inductor") -> Callable[[Se
     """Return one compiled function that makes these calls."""
 
     def run(tensors: Sequence[torch.Tensor]) -> None:
-        results: dict[tuple[str, ...], dict[str, Any]] = {}
+        results: Results = {}
         for call in calls:
             target, compute = tensors[call.target], call.compute
             given: dict[str, Any] = {name: tensors[place] for name, place in call.slots}
             given.update(call.others)
-            if call.outs:
-                given[OUT] = {name: tensors[place] for name, place in call.outs.items()}
             if compute.fills:
-                parts = results.setdefault(compute.fills, {})
-                value = part_of(parts, compute, call.slot, False, **given)  # noqa: FBT003 - `parts` is this run's own
+                if compute.writes_out:
+                    outs = {one.slot: tensors[one.target] for one in calls if one.compute.fills == compute.fills}
+                    given[OUT] = compute.arguments(outs)
+                value = part_of(results, compute, call.slot, False, **given)  # noqa: FBT003 - this run's own results
             else:
                 value = compute.function(**given)
             if not compute.writes_out:
@@ -147,7 +145,7 @@ class CompiledFunctions:
     how: dict[str, str] = attrs.field(factory=dict)
     _known: list[tuple[list[_Call], Callable[[Sequence[torch.Tensor]], None]]] = attrs.field(factory=list)
 
-    def compile(self, computations: Sequence[Computation]) -> list[Callable[[], None]]:
+    def compile(self, computations: Computations) -> list[Callable[[], None]]:
         """Compile a bucket's functions, outside of a capture. Return what runs them, in order.
 
         Each function is run as written, and compiled, and the results are compared.
@@ -159,7 +157,7 @@ class CompiledFunctions:
                 self.how.update({other.slot: how for other in group})
         return list(itertools.chain.from_iterable(self._runs(computations)))
 
-    def _runs(self, computations: Sequence[Computation]) -> Iterator[list[Callable[[], None]]]:
+    def _runs(self, computations: Computations) -> Iterator[list[Callable[[], None]]]:
         """Yield the calls of functions that are compiled as one, as many as possible, and of others as written."""
         left, is_compiled = list(computations), True
         while left:
@@ -174,7 +172,7 @@ class CompiledFunctions:
             yield [functools.partial(one.run, None) for one in group] if run is None else [run]
             left, is_compiled = [*waiting.values()], not is_compiled
 
-    def _compile(self, group: Group) -> Callable[[], None] | None:
+    def _compile(self, group: Computations) -> Callable[[], None] | None:
         """Return a call that runs a group compiled, or None if that fails or makes other bytes."""
         for one in group:
             one.run(None)
@@ -197,7 +195,7 @@ class CompiledFunctions:
         return functools.partial(self._run, made, tensors, group)
 
     def _run(
-        self, compiled: Callable[[Sequence[torch.Tensor]], None], tensors: Sequence[torch.Tensor], group: Group
+        self, compiled: Callable[[Sequence[torch.Tensor]], None], tensors: Sequence[torch.Tensor], group: Computations
     ) -> None:
         """Run a group, as written if torch would have to compile it anew, which it cannot inside of a capture."""
         try:
@@ -208,7 +206,7 @@ class CompiledFunctions:
                 self.how[one.slot] = OTHER_MODES
                 one.run(None)
 
-    def _why_not(self, group: Group) -> str | None:
+    def _why_not(self, group: Computations) -> str | None:
         """Run a function as written. Return why it cannot be compiled, or None. group: The slots that it fills."""
         if group[0].fields or group[0].asks_step:
             return "it takes what only a batch has"

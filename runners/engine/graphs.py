@@ -137,10 +137,17 @@ class Filling:
     alone: Graph | None = None
     compiled: Sequence[Callable[[], None]] | None = None
 
-    def compute_in_graph(self) -> None:
-        """Run the functions on the device, in a capture or before it."""
+    def first_nodes(self) -> None:
+        """Run what a graph of the whole step begins with: rules of slots, the kernel, and functions on the device."""
+        filler, bucket = self.filler, self.bucket
+        if filler.lowering.is_in_graph:
+            rules = bucket.transitions[DEVICE]
+            if rules.leaves(bucket.fused):
+                words = filler.feed.upload.packet[: WORD * (HEAD + len(bucket.declaration.counted))]
+                rules.advance_in_graph(words.view(torch.int64).unbind())
+            self.kernel()
         if self.compiled is None:
-            self.bucket.compute_on_device()
+            bucket.compute_on_device()
         else:
             for run in self.compiled:
                 run()
@@ -318,17 +325,6 @@ class Filler(Generic[V]):
             warm_up(backend, alone)
         graph = filling.alone = capture_step(backend, alone, backend.pool(), self.error_mode)
         return graph
-
-    def first_node(self, filling: Filling) -> None:
-        """Run the first nodes of a step's graph: rules that are functions, and the kernel."""
-        if not self.lowering.is_in_graph:
-            return
-        bucket = filling.bucket
-        rules = bucket.transitions[DEVICE]
-        if rules.leaves(bucket.fused):
-            words = self.feed.upload.packet[: WORD * (HEAD + len(self.stage.declaration.counted))]
-            rules.advance_in_graph(words.view(torch.int64).unbind())
-        filling.kernel()
 
     def editing(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> tuple[RowBucket, Graph | None]:
         """Make the `RowBucket` of a bucket, and the graph of the edit kernel if the device has one."""
@@ -628,13 +624,12 @@ class GraphSet(Generic[V]):
 
         It consists of the fused kernel, if that is the first node, functions of computed slots, and the user's step.
         """
-        stage, filler, bucket = self.stage, self.filler, filling.bucket
+        stage, bucket = self.stage, filling.bucket
         view_of = stage.viewer_of_capture(bucket)
 
         def step() -> Any:
             with torch.no_grad():
-                filler.first_node(filling)
-                filling.compute_in_graph()
+                filling.first_nodes()
                 view = view_of(None, bucket.padded)
                 return with_current(CurrentStep(view), stage.run, view)
 

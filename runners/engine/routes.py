@@ -13,7 +13,7 @@ from ...dataflow import log
 from ...dataflow.axes import Live
 from ...dataflow.buffers import Buffers
 from ...dataflow.errors import BatchError
-from ...dataflow.fill.bucket import FilledBucket, hand_over
+from ...dataflow.fill.bucket import hand_over
 from ...dataflow.fill.kinds import KindTable
 from ...dataflow.guard import GRADIENTS, outside_inference, without_gradients
 from ...dataflow.inputs import V
@@ -240,7 +240,7 @@ class HandOver(Filling):
         handed: The tensors of the last batch, by slot.
     """
 
-    handed: FilledBucket | None = None
+    handed: Views | None = None
 
     def fill(self, call: ReadBatch, *, whole: bool) -> None:
         """Check the batch, keep its tensors, and compute the computed slots."""
@@ -249,8 +249,7 @@ class HandOver(Filling):
         filler.hosts.wait()
         self.handed = hand_over(self.bucket, call.batch, call.live, call.side)
         filler.buffers.use.fills += 1
-        self.handed.compute_on_device(call.batch)
 
     def shown(self, _: Live) -> Views:
         """Return the tensors of the last batch, for views."""
-        return {} if self.handed is None else self.handed.views
+        return self.handed or {}

@@ -253,6 +253,8 @@ class Chain(Generic[V]):
             self._take_graph()  # before a packet is sent, because this may capture a graph
         work = self._work
         work.reset_tails(resized=resized)
+        if resized or wrote:
+            work.compute(self._fields)
         if self._edit_graph is not None:
             values = work.packed_values(self._fields) if writes and (resized or wrote) else {}
             before = last.counts
@@ -260,8 +262,6 @@ class Chain(Generic[V]):
                 edits.send(work.counts, before, moves, write, rows, values)
                 self._edit_graph.replay()
                 before, moves, values = [0] * len(before), (), {}
-        if resized or wrote:
-            work.compute(self._fields)
 
     def _rearrange(self) -> tuple[Moves, Writes]:
         """Let requests leave and join. Return the rows that move, and the rows to write."""

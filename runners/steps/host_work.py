@@ -60,7 +60,7 @@ class HostWork:
                 work.advances.append(transition.of(sizes))
         work.tails += bucket.tails(live, always=True)
         work.other_tails += bucket.tails(live, always=False)
-        for one, value in bucket.computations(bucket.views):
+        for one, value in bucket.computations(bucket.views, whole):
             if one.on == HOST:
                 if one.slot in whole:
                     work.packed.append(PackedValue.of(value))

@@ -211,14 +211,15 @@ class StepLoop(Generic[V, Out]):
         kept = [name for name in ragged if not (slots[name].rewritten or slots[name].advances())]
         self._ragged = {name: RaggedRows(chain.buffers[name]) for name in kept}
         self._growths = dict[str, int]()
-        self._needs = dict[str, tuple[str, Compute | bool | None]]()  # by slot, the predicted one, and what of it
+        # for each slot of `needs`, the slot whose number is predicted, and for ragged rows their length as its function
+        self._needs = dict[str, tuple[str, Compute | bool | None]]()
         for name in needs:
             number, length = name, slots[name].ragged if name in kept else None
             if isinstance(length, Compute):
                 number = next(need for need in length.needs if need != SETTINGS)
             self._needs[name] = number, length
             self._growths[number] = chain.growth_of(number)
-        # by key, what the number would have been in step 0, or the step, the values and the row that it is read from
+        # each request's number, counted back to step 0; until it is read, the step, the values and the row to read
         self._values: dict[str, dict[Hashable, Any]] = {name: {} for name in self._growths}
 
     def _note(self, keys: Keys, batch: Any) -> None:

@@ -14,7 +14,7 @@ from ...backends.base import Backend
 from ...dataflow.axes import Live, Sizes
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import HOST
-from ...dataflow.computation import Computation
+from ...dataflow.computation import Computation, Results
 from ...dataflow.declaration import Declaration
 from ...dataflow.hostdata import tensor_of
 from ...dataflow.oracle import reset_tail
@@ -66,7 +66,7 @@ def fill_by_hand(
     @functools.cache
     def functions(live: Live) -> list[Any]:
         """Return the bound functions for a step of these sizes, cached as handwritten code would."""
-        step, results = declaration.step(live, padded), dict[tuple[str, ...], dict[str, Any]]()
+        step, results = declaration.step(live, padded), Results()
         known = {**declaration.given(step), **views}
         bound = [Computation.bind(name, declaration, known, views[name], results=results) for name in computed]
         return [(one.slot, one.target, one.function, one.fields, step) for one in bound]

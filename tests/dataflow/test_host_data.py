@@ -20,7 +20,7 @@ from slotgraph.dataflow.fill.bucket import Bucket, table_for
 from slotgraph.dataflow.hostdata import tensor_of
 from slotgraph.dataflow.sizing import Sizer, limits_of
 from slotgraph.extend import HOST, side
-from tests.packing import feed_for, kernel_of
+from tests.packing import feed_for, filled, kernel_of
 from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
 
 ODD: Final[tuple[Any, ...]] = (
@@ -49,7 +49,7 @@ class Way:
     def filled(self, bucket: Bucket, value: Any) -> torch.Tensor | None:
         """The slot, or nothing where the value is refused."""
         try:
-            bucket.fill({"rows": value}, (len(value),))
+            filled(bucket, {"rows": value}, (len(value),))
         except BatchError:
             return None
         self.kernel()

@@ -19,7 +19,7 @@ from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities, LoweringName, resolve_dtype
 from slotgraph.dataflow.declaration import declare
 from slotgraph.dataflow.errors import ComputeError, DeclarationError
-from slotgraph.dataflow.fill.bucket import Bucket, FilledBucket, hand_over, table_for
+from slotgraph.dataflow.fill.bucket import Bucket, hand_over, table_for
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.packet import MOST_OUTER, WORD
 from slotgraph.dataflow.plan import LARGE_BYTES, LARGE_LANE_BYTES, plan_fill
@@ -27,7 +27,7 @@ from slotgraph.dataflow.slots import Copied, Slot
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.views import Views
 from slotgraph.runners.testing.ground import fill_faults, scribble, untouched
-from tests.packing import NAME, Kernel, backend_of, feed_for, kernel_of
+from tests.packing import NAME, Filled, Kernel, backend_of, feed_for, filled, kernel_of
 from tests.sources import HOST_DATA, IN_BUFFERS, KINDS, Given, Maker
 from tests.strategies import (
     AXES,
@@ -184,21 +184,23 @@ class World:
     def _batch(self, turn: Turn, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         return batch_of(self.declaration, self.capabilities, turn.round, values)
 
-    def fill(self, turn: Turn, batch: Any, live: tuple[int, ...], side: Mapping[str, Any]) -> FilledBucket:
+    def fill(self, turn: Turn, batch: Any, live: tuple[int, ...], side: Mapping[str, Any]) -> Filled:
         """Fill mine by the turn's lowering. A packet that is disarmed says nothing to a kernel."""
         if turn.way == "slot_by_slot":
             self.feed.disarm()
-            return self.bucket(turn.round, "slot_by_slot").fill_slot_by_slot(batch, live, side)
+            bucket = self.bucket(turn.round, "slot_by_slot")
+            bucket.fill_slot_by_slot(batch, live, side)
+            return Filled(bucket.at(live).shown())
         by_copies: LoweringName = "direct" if turn.way == "direct" else "foreach"
         if self.fusion is None:
-            return self.bucket(turn.round, by_copies).fill(batch, live, side)
+            return filled(self.bucket(turn.round, by_copies), batch, live, side)
         fused, kernel = self.fused(turn.round)
         if turn.way in ("direct", "foreach", "exact"):
-            ready = self.bucket(turn.round, by_copies, exact=turn.way == "exact").fill(batch, live, side)
+            ready = filled(self.bucket(turn.round, by_copies, exact=turn.way == "exact"), batch, live, side)
             self.feed.disarm()
             kernel()
             return ready
-        ready = fused.fill(batch, live, side)
+        ready = filled(fused, batch, live, side)
         for _ in range(1 + turn.twice):
             kernel()
         if turn.way == "alone":
@@ -302,16 +304,15 @@ def test_handing_over_shows_the_batch_itself(data: st.DataObject, declaration: t
     turn = Round(turn.live, turn.live, turn.absent, 0, turn.seed)  # sources of the slots' own dtypes
     batch, side = batch_of(declaration, world.capabilities, turn)
     live, step = tuple(turn.live[axis] for axis in world.slots.varying), Step(turn.live, turn.live)
-    ready = hand_over(world.bucket(turn, "direct", exact=True), batch, live, side)
-    ready.compute_on_device()
+    views = hand_over(world.bucket(turn, "direct", exact=True), batch, live, side)
     right = fill_slot_by_slot(world.slots, world.right, world.capabilities, step, batch, side)
-    assert list(fill_faults(ready.views, right, world.slots.slots, turn.live)) == []
+    assert list(fill_faults(views, right, world.slots.slots, turn.live)) == []
     for name, slot in world.slots.slots.items():
         source: Any = slot.reads(name)
         if source is not None:
             given = source.read(batch, side)
             own = given is not None and (slot.rewritten or slot.restored)  # the step writes what is the caller's
-            assert (ready.views[name] is given) != own
+            assert (views[name] is given) != own
 
 
 @given(data=st.data(), declaration=declarations())
@@ -416,7 +417,7 @@ def test_the_same_sources_are_read_again(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fused.feed.upload, "send", counted)
     for seed in range(4):
         batch["rows"].copy_(noise((3,), torch.int64, seed))
-        fused.fill(batch, (3,))
+        filled(fused, batch, (3,))
         kernel()
         assert fused.buffers["rows"].tensor.tolist() == [*batch["rows"].tolist(), 7]
     assert len(sent) == 1
@@ -425,14 +426,14 @@ def test_the_same_sources_are_read_again(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_does_not_fit_is_said_before_anything_is_sent() -> None:
     """A host function whose result its slot cannot hold raises; packet and buffers stay, and the next step is right."""
     fused, kernel, batch = small()
-    fused.fill(batch, (3,))
+    filled(fused, batch, (3,))
     kernel()
     before, packet = [one.tensor.tolist() for one in fused.buffers], fused.feed.upload.packet.clone()
     for limit in (126, 1e9, "many", [1, 2]):
         with pytest.raises((ComputeError, TypeError)):
-            fused.fill({**batch, "rows": batch["rows"] + 1, "limit": limit}, (3,))
+            filled(fused, {**batch, "rows": batch["rows"] + 1, "limit": limit}, (3,))
         assert torch.equal(fused.feed.upload.packet, packet)
         assert [one.tensor.tolist() for one in fused.buffers] == before
-    fused.fill({**batch, "limit": 124}, (3,))
+    filled(fused, {**batch, "limit": 124}, (3,))
     kernel()
     assert fused.buffers["count"].tensor.tolist() == [127]

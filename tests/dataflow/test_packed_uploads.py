@@ -19,6 +19,7 @@ from slotgraph.dataflow.fill.ways import Chooser
 from slotgraph.dataflow.packet import Feed
 from slotgraph.dataflow.plan import LARGE_BYTES, FillPlan, Pattern, packet_bytes, plan_fill
 from slotgraph.runners.serial import from_data, to_data
+from tests.packing import filled
 from tests.strategies import declaration_of, noise, poisoned
 
 PACKS = Capabilities(packed_uploads=True, roles={"cache_loc": torch.int32})
@@ -69,7 +70,7 @@ class Rig:
     def assert_fills(self, batch: dict[str, Any], **brought: Any) -> None:
         """A fill leaves what plain Python makes of the batch. brought: the same values in another form, or a scale."""
         right, live = expected(batch, brought.get("scale", 2)), (len(batch["rows"]),)
-        self.bucket.fill({**batch, **brought}, live)
+        filled(self.bucket, {**batch, **brought}, live)
         assert self.contents() == right
 
 
@@ -154,8 +155,8 @@ def test_handing_over_gives_tensors_of_their_own() -> None:
     rig, seen = Rig(exact=True), list[Any]()
     for seed in range(4):
         batch = host_batch(seed, 4)
-        seen.append((hand_over(rig.bucket, batch, (4,)).views, expected(batch)))
-        rig.bucket.fill(host_batch(seed + 9, 4), (4,))
+        seen.append((hand_over(rig.bucket, batch, (4,)), expected(batch)))
+        filled(rig.bucket, host_batch(seed + 9, 4), (4,))
     for (views, right), name in itertools.product(seen, host_batch()):
         assert views[name].tolist() == right[name]
 
@@ -165,4 +166,4 @@ def test_a_promised_packet_that_is_not_there_is_told() -> None:
     for feed, why in ((Feed(lambda _: None, 1024), ConfigError), (Feed(HostUpload, 64), ValueError)):
         bucket = Bucket(Small.slotgraph, SIZES, PACKS, poisoned(Small, PACKS, SIZES, 5), feed=feed)
         with pytest.raises(why):
-            bucket.fill(host_batch(), (3,))
+            filled(bucket, host_batch(), (3,))

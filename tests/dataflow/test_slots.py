@@ -35,6 +35,7 @@ from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
 from slotgraph.extend import HOST, FillRole, Role, Slot, once, side, slot
+from tests.packing import filled
 from tests.runners.models import decoder
 from tests.strategies import declaration_of, empty
 
@@ -96,7 +97,7 @@ def fill(fields: dict[str, Any], batch: Any, rows: int, capabilities: Capabiliti
     """What one fill of a four-row bucket shows, as lists."""
     slots = declaration_of(fields).slotgraph
     bucket = Bucket(slots, CAPACITY, capabilities, allocate(slots, CAPACITY, capabilities, empty))
-    views = bucket.fill(batch, tuple(rows for _ in slots.varying)).views
+    views = filled(bucket, batch, tuple(rows for _ in slots.varying)).views
     return {name: None if tensor is None else tensor.tolist() for name, tensor in views.items()}
 
 

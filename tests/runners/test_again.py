@@ -12,6 +12,7 @@ from slotgraph import BATCH, DecodeRunner, EagerRunner, InputBuffers, Inputs, St
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER, Capabilities
 from slotgraph.errors import CaptureError, ComputeError, DeclarationErrors
+from slotgraph.extend import Group
 from slotgraph.pool import InputPool
 from slotgraph.reports import explain_declaration
 from tests.packing import NAME, backend_of
@@ -267,3 +268,35 @@ def test_check_finds_nothing_where_all_is_named() -> None:
     runner: Any = decoder(Planning, attended, backend="cpu-capture", output_rows=BATCH)
     assert slotgraph.check(runner, values={"kv_lens": (1, 9)}, progress=False).ok
     assert slotgraph.check(runner, [batch_of(lens, ids) for lens, ids, _ in SEQUENCE], progress=False).ok
+
+
+class Grouped(Inputs):
+    """A plan for each cache group, of the lengths in it."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    lens: dict[str, torch.Tensor] = copied(
+        BATCH, dtype=torch.int64, pad=0, placement="host", group=Group("full", "sliding")
+    )
+    plan: dict[str, torch.Tensor] = computed(
+        lambda lens: int(lens.sum()),
+        dtype=torch.int64,
+        placement="host",
+        again=("lens",),
+        group=Group("full", "sliding"),
+    )
+
+
+@ways
+def test_each_slot_of_a_group_depends_on_its_own(name: str, lowering: str) -> None:
+    """`again=` names a group, as the function does: of another cache group's lengths no plan is made anew."""
+    runner = ready(
+        DecodeRunner(
+            Grouped, lambda view: view.ids + 1, buckets=[2], backend=backend_of(name, lowering), lowering=lowering
+        )
+    )
+    for full in (1, 1, 2):
+        view = runner.fill({"ids": [1], "lens": {"full": [full], "sliding": [7]}})
+        assert [one.item() for one in view.plan.values()] == [full, 7]
+    again = runner.stats()["again"]
+    kept = [again[slot]["kept"] for slot in ("plan.full", "plan.sliding")]
+    assert kept == ([0, 0] if lowering == "slot_by_slot" else [1, 2])  # the reference calls each time

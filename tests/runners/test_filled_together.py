@@ -143,6 +143,36 @@ def test_one_call_fills_several_slots_in_steps(lowering: str) -> None:
             break
 
 
+@fills("doubled", "here")
+def of_number(number: int) -> tuple[int, int]:
+    """On the host: two values of a field."""
+    CALLS.append("of_number")
+    return 2 * number, number
+
+
+class Placed(Inputs):
+    """A function whose first slot is on the device, where a packet brings it after the other was computed."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=INT, pad=0)
+    number: int
+    doubled: torch.Tensor = computed(of_number, dtype=INT)
+    here: torch.Tensor = computed(of_number, dtype=INT, placement="host")
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+def test_slots_of_one_call_on_both_sides_have_the_same_batch(lowering: str) -> None:
+    """Whichever of them is written first, one call gives both, and none has the value of an earlier batch."""
+    runner: Any = DecodeRunner(
+        Placed, lambda view: view.ids + view.doubled, buckets=[2], backend="cpu-capture", lowering=lowering
+    )
+    runner.capture()
+    for number in (3, 4, 5):
+        CALLS.clear()
+        view = runner.fill({"ids": [1], "number": number})
+        assert (view.doubled.item(), view.here.item()) == (2 * number, number)
+        assert CALLS == ["of_number"] or lowering == "slot_by_slot"
+
+
 def test_rows_that_live_alone_have_no_tail(backend: Backend) -> None:
     """Eager steps see live rows, and the same numbers."""
     options: Any = {"backend": backend, "sizes": {HEADS: 3}, "settings": {"lasts": True}}
@@ -273,6 +303,7 @@ def declared(base: Any = Inputs, drop: Any = (), **slots: Any) -> Any:
     return type("Faulty", (base,), {"__annotations__": dict.fromkeys(body, torch.Tensor), **body}, drop=drop)
 
 
+AGAIN: Final[Any] = rows_of  # type checkers refuse it, too
 BOTH: Final = {
     "cu_seqlens": computed(lengths, shape=BATCH + 1, dtype=INT),
     "longest": computed(lengths, shape=1, dtype=INT),
@@ -310,6 +341,11 @@ BOTH: Final = {
             "say pad=value of a dim that varies",
         ),
         (lambda: declared(kept=computed(lambda step: 1, shape=BATCH, dtype=INT, pad=0.5)), "0.5 does not fit int32"),
+        (
+            lambda: declared(ids=copied(BATCH, dtype=INT, pad=0, then=rows_of)),
+            "one call of rows_of fills rows, count, by @fills: give a function of a single value",
+        ),
+        (lambda: declared(kept=computed(lambda step: 1, dtype=INT, again=AGAIN)), "slot 'kept': again="),
     ],
 )
 def test_what_cannot_be_declared_is_refused_by_name(make: Any, what: str) -> None:

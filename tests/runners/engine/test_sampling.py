@@ -17,7 +17,7 @@ from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.sources import Call
 from slotgraph.extend import HOST, side
 from slotgraph.runners.engine.sampling import Sample, sample_batch
-from tests.packing import feed_for
+from tests.packing import feed_for, filled
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declaration_of, declarations, poisoned, rounds
 
 CONTEXT = Axis("CONTEXT", fixed=True)
@@ -108,7 +108,7 @@ def test_a_fill_admits_every_sampled_batch(
     made = sample_batch(plain, capabilities, turn.live, seeded(turn.seed), absent=absent)
     buffers = poisoned(declaration, capabilities, capacity, turn.seed)
     bucket = Bucket(plain, turn.padded, capabilities, buffers, absent=absent, feed=feed_for(buffers))
-    ready = bucket.fill(made.batch, tuple(turn.live[axis] for axis in plain.varying), made.side)
+    ready = filled(bucket, made.batch, tuple(turn.live[axis] for axis in plain.varying), made.side)
     for name, slot in plain.slots.items():
         source = slot.reads(name)
         if source is not None:

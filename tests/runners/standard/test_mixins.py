@@ -16,6 +16,7 @@ from slotgraph.dataflow.fill.bucket import Bucket
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.runners.standard import counts
 from slotgraph.speculative import WIDTH
+from tests.packing import filled
 from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 
@@ -57,7 +58,7 @@ def test_any_base_takes_any_mixins(
     batch, beside = batch_of(declaration, live, 5)
     buffers = [allocate(declaration, padded, NPU, empty) for _ in range(2)]
     sizes = tuple(live[axis] for axis in declaration.varying)
-    ready = Bucket(declaration, padded, NPU, buffers[0]).fill(batch, sizes, side=beside)
+    ready = filled(Bucket(declaration, padded, NPU, buffers[0]), batch, sizes, beside)
     ready.compute_on_device()
     right = fill_slot_by_slot(declaration, buffers[1], NPU, Step(live, padded), batch, beside)
     for name, expected in right.items():

@@ -45,6 +45,20 @@ def outputs(runner: Any, batch: dict[str, Any], edits: dict[int, Edit], count: i
     return found
 
 
+class OfHost(Inputs):  # a packet carries what follows from a slot that the host computes
+    ids: torch.Tensor = ids()
+    requests: torch.Tensor = computed(lambda step: step.live(BATCH), dtype=torch.int64, placement="host")
+    twice: torch.Tensor = computed(lambda requests: 2 * int(requests), dtype=torch.int64)
+
+
+@by_all_ways
+def test_a_packet_carries_what_follows_from_other_slots_of_this_step(backend: str, lowering: str) -> None:
+    """A slot on the host is computed before the packet of an edit, which carries slots that need it."""
+    runner = captured(backend, lowering, OfHost, lambda view: view.ids[:1] * 0 + view.twice)
+    edits: dict[int, Edit] = {0: lambda step: step.leave([1]), 1: lambda step: step.leave([0])}
+    assert outputs(runner, {"ids": [1, 2, 3]}, edits, 3) == [[6], [4], [2]]
+
+
 WIDE: Final = Axis("WIDE", fixed=True)
 
 
