@@ -5,7 +5,7 @@ import ctypes
 import functools
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
@@ -36,6 +36,7 @@ LETTERS: Final = {
 _BOOLS: Final = frozenset({bool, np.bool_})
 _BITS: Final = frozenset({0, 1})  # a list that contains neither 0 nor 1 has no bools, and need not be searched
 _LISTS: Final = frozenset({list, tuple})
+_LENGTHS: Final = 1024  # the most lengths of lists for which formats are kept
 _DIMS: Final = 64  # the most dims that a torch tensor can have
 _PAD_THEM: Final = "pad them to one length"
 
@@ -115,13 +116,15 @@ def laid_out(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) 
 def bytes_of_ragged(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> bytes:
     """Pack rows of different lengths as the kernel reads them; see `.packet`."""
     found = ragged_of(slot, dtype, value, wanted)
-    first = WORD // dtype.itemsize * len(found)
+    words, first = found.counts << 32, WORD // dtype.itemsize * len(found)
     if found.offsets is not None:
-        values, begins = found.flat(), found.offsets[:-1] + (first - found.offsets[0])
+        values = found.flat()
+        words += found.offsets[:-1]
+        words += first - found.offsets.item(0)
     else:  # whole rows, as above
         values = found.values[:, : wanted[1]]
-        begins = np.arange(len(found)) * values.shape[1] + first
-    return b"".join((begins | found.counts << 32, bytes_of_tensor(values.to(dtype).contiguous())))
+        words += np.arange(len(found)) * values.shape[1] + first
+    return b"".join((words, bytes_of_tensor(values.to(dtype).contiguous())))
 
 
 def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> Ragged:
@@ -141,7 +144,7 @@ def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int])
     found = value if isinstance(value, Ragged) else _ragged_of_lists(value, dtype)
     if len(found) != rows:
         raise ValueError(f"it has {len(found)} rows")
-    if rows and found.counts.max() > columns:
+    if found.longest > columns:
         row = np.argmax(found.counts > columns)
         raise ValueError(f"row {row} has {found.counts[row]} values, and the slot has room for {columns}")
     own = found.values.dtype
@@ -168,11 +171,34 @@ def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
 
 def _joined(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
     """Return the numbers of lists, one after another, or None if one may be a bool. Raise if one does not fit."""
-    numbers = [*itertools.chain.from_iterable(rows)]
-    data = np.frombuffer(bytearray(_format(len(numbers), dtype).pack(*numbers)), LETTERS[dtype])
-    bits = np.flatnonzero((data == 0) | (data == 1)).tolist()  # a bool is one of these
-    has_bools = dtype == torch.bool or not _BOOLS.isdisjoint([type(numbers[place]) for place in bits])
-    return None if has_bools else torch.from_numpy(data)
+    packers = _packers(dtype)
+    packed = [packers[len(row)](*row) for row in rows]  # one list of all numbers would take longer
+    data = np.frombuffer(bytearray().join(packed), LETTERS[dtype])
+    bits = np.flatnonzero((data == 0) | (data == 1))  # a bool is one of these
+    if len(bits):
+        ends = np.cumsum([*map(len, rows)])
+        suspects = {*np.searchsorted(ends, bits, "right").tolist()}
+        has_bools = any(not _BOOLS.isdisjoint(map(type, rows[number])) for number in suspects)
+        if has_bools or dtype == torch.bool:
+            return None
+    return torch.from_numpy(data)
+
+
+class _Packers(dict[int, Callable[..., bytes]]):
+    """Packs numbers of one dtype, by how many they are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __missing__(self, numbers: int) -> Callable[..., bytes]:
+        if len(self) == _LENGTHS:
+            self.clear()
+        self[numbers] = pack = _format(numbers, self._dtype).pack
+        return pack
+
+
+_packers: Final = functools.cache(_Packers)
 
 
 def _row_by_row(rows: Sequence[Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -270,7 +296,7 @@ def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
     return pack(*alike(source))
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(_LENGTHS)
 def _format(numbers: int, dtype: torch.dtype) -> struct.Struct:
     """Return the format that packs this many numbers. Raise TypeError if `struct` has none for the dtype."""
     if dtype not in LETTERS:

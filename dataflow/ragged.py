@@ -7,11 +7,14 @@ import numpy as np
 import torch
 
 
-def _numbers(name: str, value: Any, device: torch.device) -> Any:
-    """Copy whole numbers of one dim to an array, or return a tensor on a device. Raise TypeError for anything else."""
-    if device.type != "cpu":
-        if not isinstance(value, torch.Tensor) or value.device != device or value.dim() != 1:
-            raise TypeError(f"Ragged: values are on {device}: give {name} as a tensor of one dim there")
+def _numbers(name: str, value: Any, values: torch.Tensor) -> Any:
+    """Copy whole numbers of one dim to an array, or return a tensor on the device of the values.
+
+    Raise TypeError for anything else.
+    """
+    if not values.is_cpu:
+        if not isinstance(value, torch.Tensor) or value.device != values.device or value.dim() != 1:
+            raise TypeError(f"Ragged: values are on {values.device}: give {name} as a tensor of one dim there")
         return value
     found = np.asarray(value.detach() if isinstance(value, torch.Tensor) else value)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
@@ -39,7 +42,7 @@ class Ragged:
         ValueError: Offsets decrease or lead out of the values, or a count is not between 0 and the number of columns.
     """
 
-    __slots__ = ("counts", "offsets", "values")
+    __slots__ = ("counts", "longest", "offsets", "values")
 
     def __init__(self, values: Any, *, offsets: Any = None, counts: Any = None) -> None:
         if (offsets is None) == (counts is None):
@@ -50,25 +53,26 @@ class Ragged:
             raise TypeError(f"Ragged: values have {dims}, got {tensor.layout} of shape {[*tensor.shape]}")
         self.values = tensor.detach()
         name, given = ("offsets", offsets) if counts is None else ("counts", counts)
-        numbers = _numbers(name, given, tensor.device)
+        numbers = _numbers(name, given, tensor)
         self.offsets = numbers if counts is None else None
         self.counts = numbers[1:] - numbers[:-1] if counts is None else numbers
-        if tensor.is_cpu:
-            self._check()
+        self.longest = self._check() if tensor.is_cpu else -1
 
-    def _check(self) -> None:
-        """Raise ValueError if a row leads out of the values."""
+    def _check(self) -> int:
+        """Return the length of the longest row. Raise ValueError if a row leads out of the values."""
         columns, counts, ends = self.values.shape[-1], self.counts, self.offsets
         which = ""
-        if len(counts) and not 0 <= counts.min() <= counts.max() <= columns:
+        longest = int(counts.view(np.uint64).max(initial=0))  # a negative count is larger than all others
+        if longest > columns:
             row = np.argmax((counts < 0) | (counts > columns))
             which = f"; row {row} has {counts[row]}"
         if ends is None:
             rows = len(self.values)
             if len(counts) != rows or which:
                 raise ValueError(f"Ragged: {rows} counts between 0 and {columns} are needed, got {len(counts)}{which}")
-        elif not len(ends) or ends[0] < 0 or ends[-1] > columns or which:
+        elif not len(ends) or ends.item(0) < 0 or ends.item(-1) > columns or which:
             raise ValueError(f"Ragged: offsets grow from 0 to at most {columns} values, got {ends}{which}")
+        return longest
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -81,12 +85,12 @@ class Ragged:
     @property
     def shape(self) -> tuple[int, int]:
         """The number of rows, and the length of the longest, or -1 if that is on a device."""
-        return len(self), int(self.counts.max(initial=0)) if self.values.is_cpu else -1
+        return len(self), self.longest
 
     def flat(self) -> torch.Tensor:
         """Return the values of all rows, one after another. They are in host memory."""
         if self.offsets is not None:
-            return self.values[self.offsets[0] : self.offsets[-1]]
+            return self.values[self.offsets.item(0) : self.offsets.item(-1)]
         return self.values.masked_select(torch.from_numpy(mask_of(self.counts, self.values.shape[1])))
 
     def on_device(self, columns: int, pad: float) -> torch.Tensor:

@@ -552,6 +552,7 @@ class Bucket:
             if way.is_bytes and (way.slot in self.fused or way.slot in plan.packed):
                 rows, is_ragged = self.rows[way.slot], way.pace == RAGGED
                 carried.append(Carried(way.slot, way.target, way.dtype, rows, None, way.place, is_ragged))
+        carried.sort(key=operator.attrgetter("is_ragged"))  # what comes behind them moves with their lengths
         for one in () if self.partial else self._computed:
             if one.packed:
                 target = self.buffers[one.slot].tensor
