@@ -117,14 +117,15 @@ def bytes_of_ragged(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence
     """Pack rows of different lengths as the kernel reads them; see `.packet`."""
     found = ragged_of(slot, dtype, value, wanted)
     words, first = found.counts << 32, WORD // dtype.itemsize * len(found)
+    values = found.values if found.values.dtype == dtype else found.values.to(dtype)
     if found.offsets is not None:
-        values = found.flat()
+        start, stop = found.offsets.item(0), found.offsets.item(-1)
         words += found.offsets[:-1]
-        words += first - found.offsets.item(0)
-    else:  # whole rows, as above
-        values = found.values[:, : wanted[1]]
-        words += np.arange(len(found)) * values.shape[1] + first
-    return b"".join((words, bytes_of_tensor(values.to(dtype).contiguous())))
+        words += first - start
+        return b"".join((words, bytes_of_tensor(values, start, stop)))
+    values = values[:, : wanted[1]].contiguous()  # whole rows, as above
+    words += np.arange(len(found)) * values.shape[1] + first
+    return b"".join((words, bytes_of_tensor(values)))
 
 
 def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> Ragged:
@@ -278,12 +279,13 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def bytes_of_tensor(source: torch.Tensor) -> bytes:
-    """Read a dense host tensor. Raise ValueError if its memory was freed."""
-    address, nbytes = source.data_ptr(), source.nbytes
+def bytes_of_tensor(source: torch.Tensor, start: int = 0, stop: int | None = None) -> bytes:
+    """Read a dense host tensor, or some of its elements. Raise ValueError if its memory was freed."""
+    address, size = source.data_ptr(), source.itemsize
+    nbytes = source.nbytes if stop is None else (stop - start) * size
     if nbytes and not address:
         raise ValueError("its memory was freed")
-    return ctypes.string_at(address, nbytes)
+    return ctypes.string_at(address + start * size, nbytes)
 
 
 def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:

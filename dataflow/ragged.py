@@ -51,7 +51,7 @@ class Ragged:
         if tensor.layout != torch.strided or tensor.dim() != (1 if counts is None else 2):
             dims = "one dim" if counts is None else "two dims"
             raise TypeError(f"Ragged: values have {dims}, got {tensor.layout} of shape {[*tensor.shape]}")
-        self.values = tensor.detach()
+        self.values = tensor.detach().contiguous()
         name, given = ("offsets", offsets) if counts is None else ("counts", counts)
         numbers = _numbers(name, given, tensor)
         self.offsets = numbers if counts is None else None
