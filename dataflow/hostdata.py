@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from .capabilities import dtype_text
-from .packet import WORD
-from .ragged import Ragged, mask_of, without_nesting
+from .packet import KEPT_ROW, WORD
+from .ragged import Changed, Ragged, mask_of, without_nesting
 from .slots import Slot
 from .tails import Pad
 
-HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged)
+HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged, Changed)
 """Types that a batch may have instead of a tensor."""
 NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.error)
 """Errors for host data that cannot be converted to bytes as it is."""
@@ -59,7 +60,7 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
         flags = array.flags
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # one row: any stride
         return torch.from_numpy(array if is_plain else array.copy())
-    if isinstance(value, Ragged):
+    if isinstance(value, Ragged | Changed):
         raise TypeError("rows of different lengths: declare the slot with ragged=True")
     numbers, shape = unnested(value, _DIMS if wanted is None else len(wanted))
     if not numbers:
@@ -88,7 +89,7 @@ def plain_rows(slot: Slot, value: Any, columns: int) -> Any:
 
     `columns` is the size of the ragged slot's second dim.
     """
-    found = without_nesting(value)
+    found = value if isinstance(value, Changed) else without_nesting(value)
     if isinstance(found, Ragged) and not found.values.is_cpu:
         pad: Any = cast("Pad", slot.pad).value
         return found.on_device(columns, pad)
@@ -96,8 +97,8 @@ def plain_rows(slot: Slot, value: Any, columns: int) -> Any:
 
 
 def is_ragged(value: Any) -> bool:
-    """Return whether a value may have rows of different lengths: `Ragged`, or a list."""
-    return isinstance(value, Ragged | list | tuple)
+    """Return whether a value may have rows of different lengths: `Ragged`, `Changed`, or a list."""
+    return isinstance(value, Ragged | Changed | list | tuple)
 
 
 def laid_out(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> torch.Tensor:
@@ -113,19 +114,35 @@ def laid_out(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) 
     return made.masked_fill_(~is_value, pad)
 
 
-def bytes_of_ragged(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> bytes:
-    """Pack rows of different lengths as the kernel reads them; see `.packet`."""
-    found = ragged_of(slot, dtype, value, wanted)
-    words, first = found.counts << 32, WORD // dtype.itemsize * len(found)
+def bytes_of_ragged(
+    slot: Slot, dtype: torch.dtype, kept: Callable[[], int], value: Any, wanted: Sequence[int]
+) -> bytes:
+    """Pack rows of different lengths as the kernel reads them; see `.packet`.
+
+    `kept` returns how many of the slot's rows are those of the last batch.
+    """
+    rows, columns = wanted
+    first = WORD // dtype.itemsize * rows
+    if not isinstance(value, Changed):
+        return b"".join(_packed_rows(ragged_of(slot, dtype, value, wanted), dtype, first, columns))
+    numbers, sent = value.since(kept())
+    words = np.full(rows, KEPT_ROW)
+    words[numbers], data = _packed_rows(ragged_of(slot, dtype, sent, (len(numbers), columns)), dtype, first, columns)
+    return b"".join((words, data))
+
+
+def _packed_rows(found: Ragged, dtype: torch.dtype, first: int, columns: int) -> "tuple[npt.NDArray[np.int64], bytes]":
+    """Return a word for each row, and the values of all, which begin at element `first` of the packed data."""
+    words = found.counts << 32
     values = found.values if found.values.dtype == dtype else found.values.to(dtype)
     if found.offsets is not None:
         start, stop = found.offsets.item(0), found.offsets.item(-1)
         words += found.offsets[:-1]
         words += first - start
-        return b"".join((words, bytes_of_tensor(values, start, stop)))
-    values = values[:, : wanted[1]].contiguous()  # whole rows, as above
+        return words, bytes_of_tensor(values, start, stop)
+    values = values[:, :columns].contiguous()  # whole rows, as above
     words += np.arange(len(found)) * values.shape[1] + first
-    return b"".join((words, bytes_of_tensor(values)))
+    return words, bytes_of_tensor(values)
 
 
 def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> Ragged:
@@ -134,7 +151,7 @@ def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int])
     Args:
         slot: Their slot.
         dtype: The slot's dtype. Values in lists become it, others must have it or one that the slot converts.
-        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim.
+        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim; or `Changed`.
         wanted: The number of rows, and the largest number of values in a row.
 
     Raises:
@@ -142,6 +159,7 @@ def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int])
         ValueError: A row is too long, there are more or fewer rows, or the dtype cannot hold a number.
     """
     rows, columns = wanted
+    value = value.value if isinstance(value, Changed) else value
     found = value if isinstance(value, Ragged) else _ragged_of_lists(value, dtype)
     if len(found) != rows:
         raise ValueError(f"it has {len(found)} rows")

@@ -42,6 +42,7 @@ written, each to the request in its word. A packet for foreach copies has no lan
 After the words comes host data of the batch, then values that the host computed, each at a multiple of `UNIT` bytes.
 Ragged data begins with a word for each row, `begin | length << 32`, both in elements and the first counted from that
 data's own first byte. The rows' values follow, in the slot's dtype. The kernel writes the pad value behind each row.
+The word -1 leaves a row as it is.
 """
 
 import abc
@@ -74,6 +75,8 @@ CODE_SHIFT: Final = 16
 """Bits below the slot's dtype in the flags."""
 RAGGED: Final = -1
 """The row stride of a source that is ragged."""
+KEPT_ROW: Final = -1
+"""The word of a ragged row that the kernel leaves as it is."""
 OWNER_SHIFT: Final = 32
 """Bits below the table's own number in the flags."""
 BYTE: Final = 255

@@ -7,18 +7,11 @@ import numpy as np
 import torch
 
 
-def _numbers(name: str, value: Any, values: torch.Tensor) -> Any:
-    """Copy whole numbers of one dim to an array, or return a tensor on the device of the values.
-
-    Raise TypeError for anything else.
-    """
-    if not values.is_cpu:
-        if not isinstance(value, torch.Tensor) or value.device != values.device or value.dim() != 1:
-            raise TypeError(f"Ragged: values are on {values.device}: give {name} as a tensor of one dim there")
-        return value
+def _numbers(what: str, name: str, value: Any) -> Any:
+    """Copy whole numbers of one dim to an array. Raise TypeError for anything else."""
     found = np.asarray(value.detach() if isinstance(value, torch.Tensor) else value)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise TypeError(f"Ragged: {name} are whole numbers in one dim, got {found.dtype} of shape {[*found.shape]}")
+        raise TypeError(f"{what}: {name} are whole numbers in one dim, got {found.dtype} of shape {[*found.shape]}")
     return found.astype(np.int64)
 
 
@@ -53,7 +46,12 @@ class Ragged:
             raise TypeError(f"Ragged: values have {dims}, got {tensor.layout} of shape {[*tensor.shape]}")
         self.values = tensor.detach().contiguous()
         name, given = ("offsets", offsets) if counts is None else ("counts", counts)
-        numbers = _numbers(name, given, tensor)
+        if tensor.is_cpu:
+            numbers = _numbers("Ragged", name, given)
+        elif isinstance(given, torch.Tensor) and given.device == tensor.device and given.dim() == 1:
+            numbers = given
+        else:
+            raise TypeError(f"Ragged: values are on {tensor.device}: give {name} as a tensor of one dim there")
         self.offsets = numbers if counts is None else None
         self.counts = numbers[1:] - numbers[:-1] if counts is None else numbers
         self.longest = self._check() if tensor.is_cpu else -1
@@ -77,6 +75,12 @@ class Ragged:
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.counts)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """Return the values of one row."""
+        if self.offsets is None:
+            return self.values[row, : self.counts[row]]
+        return self.values[self.offsets[row] : self.offsets[row + 1]]
 
     def __repr__(self) -> str:
         """Return one line."""
@@ -117,8 +121,57 @@ class Ragged:
         return [values[start:stop] for start, stop in itertools.pairwise(self.offsets.tolist())]
 
 
+class Changed:
+    """All ragged rows of a slot, and which of them differ from those of the last batch.
+
+    Only these rows are sent, and rows behind those of the last batch. All rows are sent if the slot may not hold those
+    of the last batch any more: after a batch of another bucket, an eager step, `steps()`, or an error; in memory that a
+    pool shares or that you have bound; and where no kernel lays the rows out.
+
+    Args:
+        value: The rows: a list of rows, or `Ragged` in host memory.
+        rows: The numbers of the rows that differ.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: There is no such row, or it is named twice.
+    """
+
+    __slots__ = ("rows", "value")
+
+    def __init__(self, value: Any, *, rows: Any) -> None:
+        if not isinstance(value, Ragged | list | tuple) or (isinstance(value, Ragged) and not value.values.is_cpu):
+            raise TypeError(f"Changed takes a list of rows, or Ragged in host memory, got {type(value).__name__}")
+        found = _numbers("Changed", "rows", rows).tolist()
+        for row in found:
+            if not 0 <= row < len(value) or found.count(row) > 1:
+                raise ValueError(f"Changed: row {row} is named twice, or is not one of {len(value)} rows")
+        self.value = value
+        self.rows = frozenset(found)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.value)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows, and -1, since the lengths of rows are not read."""
+        return len(self), -1
+
+    def since(self, kept: int) -> tuple[list[int], Any]:
+        """Return the numbers of the rows to send, and these rows. kept: How many rows the slot has."""
+        numbers = sorted(self.rows.union(range(kept, len(self))))
+        rows = [self.value[number] for number in numbers]
+        if isinstance(self.value, Ragged):
+            ends = np.cumsum([0, *map(len, rows)])
+            return numbers, Ragged(torch.cat([self.value.values.new_empty(0), *rows]), offsets=ends)
+        return numbers, rows
+
+
 def without_nesting(value: Any) -> Any:
-    """Return a jagged nested tensor of two dims as `Ragged`, and any other value as it is."""
+    """Return a jagged nested tensor of two dims as `Ragged`, the rows of `Changed`, and other values as they are."""
+    if isinstance(value, Changed):
+        return value.value
     if not (isinstance(value, torch.Tensor) and value.layout == torch.jagged and value.dim() == 2):  # noqa: PLR2004 - rows and columns
         return value
     jagged: Any = value  # torch's annotations do not have its methods

@@ -15,7 +15,7 @@ import torch
 
 from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Dim, Live, Sizes, Step
-from ..buffers import Buffers
+from ..buffers import Buffer, Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, PackedValue, ResultTail, words
 from ..declaration import Declaration
@@ -488,12 +488,24 @@ class Bucket:
             is_lane = name in self.fused
             is_packed = name in self._room and (is_lane or not self.lowering.has_kernel)
             move = self.feed.move if self._packs and to.slot.placement == DEVICE else None
-            direct = name in self._direct
             chooser = Chooser(
-                to, self.rows[name], self.buffers, is_direct=direct, is_lane=is_lane, is_packed=is_packed, move=move
+                to,
+                self.rows[name],
+                self.buffers,
+                functools.partial(self._rows_kept, to),
+                is_direct=name in self._direct,
+                is_lane=is_lane,
+                is_packed=is_packed,
+                move=move,
             )
             ways.append(chooser.choose(places[name], source, tensor))
         return ways
+
+    def _rows_kept(self, to: Buffer) -> int:
+        """Return how many rows of a slot are those of the last batch, which nothing else can have written since."""
+        slot, live = to.slot, self.buffers.clean.last_of(self)
+        may_differ = to.foreign or to.pooled or slot.rewritten or slot.restored or to.name in self.declaration.rules
+        return 0 if may_differ or live is None else self.rows[to.name].shape[0](live)
 
     @functools.cached_property
     def _direct(self) -> frozenset[str]:

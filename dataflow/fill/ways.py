@@ -61,12 +61,14 @@ class Chooser:
         is_direct: Whether the slot is written by its address in host memory.
         is_lane: Whether the fill kernel writes the slot.
         is_packed: Whether a packet takes the slot's host data.
+        kept: Returns how many of the slot's rows are those of the last batch.
         move: Copies other host data to the device, or None if the device has no uploads.
     """
 
     to: Buffer
     rows: Rows
     buffers: Buffers
+    kept: Callable[[], int]
     is_direct: bool = False
     is_lane: bool = False
     is_packed: bool = False
@@ -118,7 +120,7 @@ class Chooser:
         to, own = self.to, self.to.tensor.dtype
         if self.is_packed:
             if self.is_lane and self.rows.ragged and is_ragged(source):
-                pack = functools.partial(bytes_of_ragged, to.slot, own)
+                pack = functools.partial(bytes_of_ragged, to.slot, own, self.kept)
                 return Way(to.name, to.tensor, place, own, pack, self.rows, is_bytes=True, pace=RAGGED)
             is_taken = lane_takes(to, tensor.dtype) if self.is_lane else tensor.dtype == own
             convert = self._bytes_of(source, tensor) if is_taken else None
