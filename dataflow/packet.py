@@ -51,7 +51,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import attrs
 import numpy as np
@@ -241,6 +241,10 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int, counts: int) -> npt.
                 own = outer // lane.within if lane.owns else 0
                 rows.append((*where, bits, flags, *lane.rule, count, lane.inner, own, owns, 0))
     return np.array(rows, np.int64).reshape(-1, COLUMNS)
+
+
+Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Copies a dense host tensor to the device; see `Upload.move`."""
 
 
 class Upload(abc.ABC):

@@ -23,7 +23,7 @@ from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference, without_gradients
 from ..lowering import LOWERINGS, How
 from ..oracle import fill_slot_by_slot
-from ..packet import RAGGED, Feed, Lane, table_of
+from ..packet import RAGGED, Feed, Lane, Move, table_of
 from ..plan import (
     NONE,
     Absent,
@@ -377,7 +377,9 @@ class Bucket:
             made = bind(results=results, tail=self.result_tails.get(one.slot))
             again = made.compute.again
             if again is not None:
-                made = attrs.evolve(made, again=bind(again), last=self.buffers.last_runs[one.slot])
+                made = attrs.evolve(
+                    made, again=bind(again), last=self.buffers.last_runs[one.slot], move=self._move(one.slot)
+                )
             yield one, made
 
     @functools.cached_property
@@ -487,7 +489,6 @@ class Bucket:
             name = to.name
             is_lane = name in self.fused
             is_packed = name in self._room and (is_lane or not self.lowering.has_kernel)
-            move = self.feed.move if self._packs and to.slot.placement == DEVICE else None
             chooser = Chooser(
                 to,
                 self.rows[name],
@@ -496,10 +497,14 @@ class Bucket:
                 is_direct=name in self._direct,
                 is_lane=is_lane,
                 is_packed=is_packed,
-                move=move,
+                move=self._move(name),
             )
             ways.append(chooser.choose(places[name], source, tensor))
         return ways
+
+    def _move(self, name: str) -> Move | None:
+        """Return what copies host data to a slot's device, if that has uploads."""
+        return self.feed.move if self._packs and self.buffers[name].slot.placement == DEVICE else None
 
     def _rows_kept(self, to: Buffer) -> int:
         """Return how many rows of a slot are those of the last batch, which nothing else can have written since."""

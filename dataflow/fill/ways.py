@@ -13,7 +13,7 @@ from ..admission import admitted, dense_of, is_hosted, is_in_place, lane_takes
 from ..axes import Extent
 from ..buffers import Buffer, Buffers
 from ..hostdata import NOT_CARRIED, bytes_of_list, bytes_of_ragged, bytes_of_tensor, is_ragged
-from ..packet import RAGGED, row_stride
+from ..packet import RAGGED, Move, row_stride
 from .reach import Rows
 
 Convert = Callable[..., Any]
@@ -72,7 +72,7 @@ class Chooser:
     is_direct: bool = False
     is_lane: bool = False
     is_packed: bool = False
-    move: Callable[[torch.Tensor], torch.Tensor] | None = None
+    move: Move | None = None
 
     def choose(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
         """Choose the way of a source, which was admitted as `tensor`."""

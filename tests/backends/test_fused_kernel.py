@@ -35,7 +35,7 @@ from slotgraph.dataflow.packet import (
     row_stride,
     table_of,
 )
-from slotgraph.dataflow.ragged import Ragged
+from slotgraph.dataflow.ragged import Changed, Ragged
 from slotgraph.dataflow.tails import Number
 from tests.dataflow import test_ragged
 from tests.life import test_ahead as ahead
@@ -160,7 +160,8 @@ class Case:
     dim: the dim that varies. before, ahead: elements that come before the buffer, and before the source. turned: the
     buffer has a dim of one whose stride says nothing. action: copy, reset the tail alone, or leave the lane as it is.
     apart: units of that dim by which the source's rows lie apart. bits: of the source, where they are known. own: live
-    rows along the first dim, where that varies, too. lengths: of the live rows, where these are ragged.
+    rows along the first dim, where that varies, too. lengths: of the live rows, where these are ragged. kept: ragged
+    rows that stay as they are.
     """
 
     dtype: torch.dtype
@@ -179,6 +180,7 @@ class Case:
     bits: torch.Tensor | None = None
     own: int | None = None
     lengths: tuple[int, ...] | None = None
+    kept: frozenset[int] | None = None
 
     @property
     def varying(self) -> tuple[int, ...]:
@@ -210,9 +212,11 @@ class Case:
             return self.bits.view(self.source).to(device)
         if self.lengths is not None:
             flat, ends = torch.cat([self.bits_of_row(0)[:0], *self.rows()]), np.cumsum([0, *self.lengths])
-            rows = Ragged(flat, offsets=ends) if self.ahead else Ragged(self.wider(), counts=self.lengths)
+            rows: Any = Ragged(flat, offsets=ends) if self.ahead else Ragged(self.wider(), counts=self.lengths)
+            if self.kept is not None:
+                rows = Changed(rows, rows=sorted({*range(self.live)} - self.kept))
             anything: Any = None  # as slots are asked only what they convert
-            packed = bytes_of_ragged(anything, self.dtype, rows, (self.live, self.shape[1]))
+            packed = bytes_of_ragged(anything, self.dtype, lambda: self.live, rows, (self.live, self.shape[1]))
             return torch.frombuffer(bytearray(packed or bytes(8)), dtype=torch.uint8).to(device)
         own = self.shape if self.own is None else (self.own, *self.shape[1:])
         shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(own))
@@ -269,6 +273,8 @@ class Case:
         if self.lengths is not None and self.action == "copy":
             assert self.pad is not None
             for number, row in enumerate(self.rows()):
+                if self.kept is not None and number in self.kept:
+                    continue
                 view[number].fill_(self.pad)[: len(row)].copy_(row)
         elif self.action == "copy":
             self.filled(view).copy_(values)
@@ -348,6 +354,7 @@ def ragged_cases(draw: st.DrawFn) -> Case:
         ahead=draw(st.integers(0, 1)),
         apart=draw(st.integers(0, 3)),
         lengths=tuple(draw(st.lists(length, min_size=live, max_size=live))),
+        kept=draw(st.none() | st.frozensets(st.integers(0, live - 1))) if live else None,
     )
 
 

@@ -17,7 +17,21 @@ from slotgraph.errors import BatchError
 from slotgraph.extend import Changed, Ragged
 from slotgraph.pool import InputPool
 from slotgraph.reports import RecordedFile, replay_file
-from tests.dataflow.test_ragged import FORMS, MOST, PAD, PAGES, ROW, WIDTH, Paged, Stepping, both, by_hand, formed, paged, poison
+from tests.dataflow.test_ragged import (
+    FORMS,
+    MOST,
+    PAD,
+    PAGES,
+    ROW,
+    WIDTH,
+    Paged,
+    Stepping,
+    both,
+    by_hand,
+    formed,
+    paged,
+    poison,
+)
 from tests.runners.models import decoder
 
 IN_MEMORY: Final = tuple(form for form in FORMS if "jagged" not in form and "a table" not in form)
@@ -221,7 +235,7 @@ def test_a_malformed_row_that_changed_is_refused(backend: Backend, row: Any) -> 
     for lowering in backend.capabilities.lowerings:
         runner = paged(backend, 4, lowering=lowering)
         runner({"ids": [1, 2, 3], "pages": [[1], [2], [3]]})
-        with pytest.raises(BatchError, match="slot 'pages': .*row 2"):
+        with pytest.raises(BatchError, match=r"slot 'pages': .*row 2"):
             runner({"ids": [1, 2, 3], "pages": Changed([[1], [2], row], rows=[2])})
         made, *_ = runner({"ids": [1, 2, 3], "pages": Changed([[1], [2], [4]], rows=[2])})
         assert torch.equal(made.cpu(), by_hand([[1], [2], [4]], len(made), PAD, torch.int32))
