@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .capabilities import dtype_text
@@ -131,8 +130,8 @@ def bytes_of_ragged(
     return b"".join((words, data))
 
 
-def _packed_rows(found: Ragged, dtype: torch.dtype, first: int, columns: int) -> "tuple[npt.NDArray[np.int64], bytes]":
-    """Return a word for each row, and the values of all, which begin at element `first` of the packed data."""
+def _packed_rows(found: Ragged, dtype: torch.dtype, first: int, columns: int) -> tuple[Any, bytes]:
+    """Return an array of a word for each row, and the values, which begin at element `first` of the packed data."""
     words = found.counts << 32
     values = found.values if found.values.dtype == dtype else found.values.to(dtype)
     if found.offsets is not None:
