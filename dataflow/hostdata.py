@@ -125,7 +125,7 @@ def bytes_of_ragged(
     if not isinstance(value, Changed):
         return b"".join(_packed_rows(ragged_of(slot, dtype, value, wanted), dtype, first, columns))
     numbers, sent = value.since(kept())
-    words = np.full(rows, KEPT_ROW)
+    words: Any = np.full(rows, KEPT_ROW)
     words[numbers], data = _packed_rows(ragged_of(slot, dtype, sent, (len(numbers), columns)), dtype, first, columns)
     return b"".join((words, data))
 

@@ -94,7 +94,7 @@ def test_rows_that_changed_are_enough(backend_name: str, steps: Any) -> None:
 def sent(runner: DecodeRunner[Any], pages: Any) -> int:
     """The bytes of the packet of a call, whose result is that of whole rows."""
     made, *_ = runner({"ids": [1] * len(pages), "pages": pages})
-    rows = pages.value if isinstance(pages, Changed) else pages
+    rows: Any = pages.value if isinstance(pages, Changed) else pages
     rows = rows.tolist() if isinstance(rows, Ragged) else rows
     assert torch.equal(made.cpu(), by_hand(rows, len(made), PAD, torch.int32))
     return len(runner.graphs.filler.feed._data)
