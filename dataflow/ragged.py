@@ -1,6 +1,7 @@
 """Ragged rows: values of rows whose lengths differ, as engines have page tables."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -76,12 +77,6 @@ class Ragged:
         """Return the number of rows."""
         return len(self.counts)
 
-    def __getitem__(self, row: int) -> torch.Tensor:
-        """Return the values of one row."""
-        if self.offsets is None:
-            return self.values[row, : self.counts[row]]
-        return self.values[self.offsets[row] : self.offsets[row + 1]]
-
     def __repr__(self) -> str:
         """Return one line."""
         return f"<Ragged: {len(self)} rows of {[*self.values.shape]} values on {self.values.device}>"
@@ -129,7 +124,7 @@ class Changed:
     pool shares or that you have bound; and where no kernel lays the rows out.
 
     Args:
-        value: The rows: a list of rows, or `Ragged` in host memory.
+        value: A list of all rows. `Ragged` is sent whole for less than it costs to choose rows of it.
         rows: The numbers of the rows that differ.
 
     Raises:
@@ -139,15 +134,15 @@ class Changed:
 
     __slots__ = ("rows", "value")
 
-    def __init__(self, value: Any, *, rows: Any) -> None:
-        if not isinstance(value, Ragged | list | tuple) or (isinstance(value, Ragged) and not value.values.is_cpu):
-            raise TypeError(f"Changed takes a list of rows, or Ragged in host memory, got {type(value).__name__}")
-        found = _numbers("Changed", "rows", rows).tolist()
-        for row in found:
-            if not 0 <= row < len(value) or found.count(row) > 1:
-                raise ValueError(f"Changed: row {row} is named twice, or is not one of {len(value)} rows")
+    def __init__(self, value: Sequence[Any], *, rows: Any) -> None:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"Changed takes a list of rows, got {type(value).__name__}")
         self.value = value
-        self.rows = frozenset(found)
+        self.rows = set[int]()
+        for row in _numbers("Changed", "rows", rows).tolist():
+            if row in self.rows or not 0 <= row < len(value):
+                raise ValueError(f"Changed: row {row} is named twice, or is not one of {len(value)} rows")
+            self.rows.add(row)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -158,14 +153,10 @@ class Changed:
         """The number of rows, and -1, since the lengths of rows are not read."""
         return len(self), -1
 
-    def since(self, kept: int) -> tuple[list[int], Any]:
+    def since(self, kept: int) -> tuple[list[int], list[Any]]:
         """Return the numbers of the rows to send, and these rows. kept: How many rows the slot has."""
         numbers = sorted(self.rows.union(range(kept, len(self))))
-        rows = [self.value[number] for number in numbers]
-        if isinstance(self.value, Ragged):
-            ends = np.cumsum([0, *map(len, rows)])
-            return numbers, Ragged(torch.cat([self.value.values.new_empty(0), *rows]), offsets=ends)
-        return numbers, rows
+        return numbers, [self.value[number] for number in numbers]
 
 
 def without_nesting(value: Any) -> Any:

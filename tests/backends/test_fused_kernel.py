@@ -26,6 +26,7 @@ from slotgraph.dataflow.hostdata import bytes_of_ragged
 from slotgraph.dataflow.packet import (
     CODES,
     HEAD,
+    KEPT_ROW,
     RAGGED,
     Lane,
     code_of,
@@ -35,7 +36,7 @@ from slotgraph.dataflow.packet import (
     row_stride,
     table_of,
 )
-from slotgraph.dataflow.ragged import Changed, Ragged
+from slotgraph.dataflow.ragged import Ragged
 from slotgraph.dataflow.tails import Number
 from tests.dataflow import test_ragged
 from tests.life import test_ahead as ahead
@@ -180,7 +181,7 @@ class Case:
     bits: torch.Tensor | None = None
     own: int | None = None
     lengths: tuple[int, ...] | None = None
-    kept: frozenset[int] | None = None
+    kept: frozenset[int] = frozenset()
 
     @property
     def varying(self) -> tuple[int, ...]:
@@ -212,12 +213,13 @@ class Case:
             return self.bits.view(self.source).to(device)
         if self.lengths is not None:
             flat, ends = torch.cat([self.bits_of_row(0)[:0], *self.rows()]), np.cumsum([0, *self.lengths])
-            rows: Any = Ragged(flat, offsets=ends) if self.ahead else Ragged(self.wider(), counts=self.lengths)
-            if self.kept is not None:
-                rows = Changed(rows, rows=sorted({*range(self.live)} - self.kept))
+            rows = Ragged(flat, offsets=ends) if self.ahead else Ragged(self.wider(), counts=self.lengths)
             anything: Any = None  # as slots are asked only what they convert
             packed = bytes_of_ragged(anything, self.dtype, lambda: self.live, rows, (self.live, self.shape[1]))
-            return torch.frombuffer(bytearray(packed or bytes(8)), dtype=torch.uint8).to(device)
+            made = torch.frombuffer(bytearray(packed or bytes(8)), dtype=torch.uint8)
+            for row in self.kept:
+                made[8 * row : 8 * row + 8].view(torch.int64).fill_(KEPT_ROW)
+            return made.to(device)
         own = self.shape if self.own is None else (self.own, *self.shape[1:])
         shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(own))
         values = noise(self.ahead + math.prod(shape), self.source, self.seed + 1).to(device)[self.ahead :].view(shape)
@@ -273,7 +275,7 @@ class Case:
         if self.lengths is not None and self.action == "copy":
             assert self.pad is not None
             for number, row in enumerate(self.rows()):
-                if self.kept is not None and number in self.kept:
+                if number in self.kept:
                     continue
                 view[number].fill_(self.pad)[: len(row)].copy_(row)
         elif self.action == "copy":
@@ -354,7 +356,7 @@ def ragged_cases(draw: st.DrawFn) -> Case:
         ahead=draw(st.integers(0, 1)),
         apart=draw(st.integers(0, 3)),
         lengths=tuple(draw(st.lists(length, min_size=live, max_size=live))),
-        kept=draw(st.none() | st.frozensets(st.integers(0, live - 1))) if live else None,
+        kept=draw(st.frozensets(st.integers(0, live - 1))) if live else frozenset(),
     )
 
 
