@@ -184,14 +184,18 @@ def _copy(source: int, first: int, to: int, count: int, code: int, flags: int) -
 
 
 def _copy_ragged(row: list[int], source: int, first: int, to: int, count: int) -> None:
-    """Copy ragged rows to `count` elements, from element `first` of their table on, with the pad value behind each."""
+    """Copy ragged rows to `count` elements, from element `first` of their table on, with the pad value behind each.
+
+    A row of length -1 stays as it is.
+    """
     size, columns = row[7] & BYTE, row[12]
     pad = row[6].to_bytes(WORD, "little", signed=True)[:size]
     for number in range(first // columns, (first + count) // columns):
         begin, length = struct.unpack("<2i", ctypes.string_at(source + WORD * number, WORD))
-        data = ctypes.string_at(source + begin * size, length * size) + pad * (columns - length)
-        ctypes.memmove(to, data, len(data))
-        to += len(data)
+        if length >= 0:
+            data = ctypes.string_at(source + begin * size, length * size) + pad * (columns - length)
+            ctypes.memmove(to, data, len(data))
+        to += columns * size
 
 
 def _convert(source: int, first: int, to: int, count: int, code: int, goal: int) -> None:

@@ -200,7 +200,10 @@ def _elements(since, to, first, live, stop, pad, add, code, width, flags, BLOCK:
 
 @triton.jit
 def _ragged_rows(source, to, start, live, stop, pad, columns, size, BLOCK: tl.constexpr):
-    """Write ragged rows from element `start` of their table on, with the pad value behind each, and the tail."""
+    """Write ragged rows from element `start` of their table on, with the pad value behind each, and the tail.
+
+    A row whose word is negative stays as it is.
+    """
     begin = stop * 0
     while begin < stop:
         at = tl.arange(0, BLOCK) + begin
@@ -211,7 +214,7 @@ def _ragged_rows(source, to, start, live, stop, pad, columns, size, BLOCK: tl.co
         column = place - row * columns.to(tl.int32)
         is_value = is_live & (column < (word >> 32))
         bits = _read(source, (word & _PLACE) + column, is_value, size, BLOCK)
-        _write(to, at, tl.where(is_value, bits, pad), at < stop, size)
+        _write(to, at, tl.where(is_value, bits, pad), (at < stop) & (word >= 0), size)
         begin += BLOCK
 
 

@@ -1,6 +1,6 @@
 """Admission: checks a batch's sources against their slots, and makes tensors of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -10,7 +10,7 @@ from .buffers import Buffer, Buffers
 from .capabilities import DEVICE, dtype_text
 from .errors import BatchError, Fault, MissingSourceError
 from .hostdata import HOST_KINDS, tensor_for
-from .packet import converts
+from .packet import Move, converts
 
 NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
 """Raised by reading the shape, strides or address of a value that is not a tensor, or of a tensor that hides them."""
@@ -18,8 +18,6 @@ _PLAIN: Final = vars(torch.Tensor)["__torch_dispatch__"]
 _HAS_STORAGE: Final = torch._C._has_storage  # noqa: SLF001 - no public name
 Admitted = list[tuple[Buffer, Any, torch.Tensor]]
 """Slots, their sources in a batch, and the same as tensors, which are on the host for host data."""
-Move = Callable[[torch.Tensor], torch.Tensor]
-"""Copies a dense host tensor to the device; see `Upload.move`."""
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from .errors import ComputeError, blame
 from .fill.reach import Rows
 from .guard import outside_inference
 from .hostdata import HOST_KINDS, LETTERS, tensor_of
-from .packet import UNIT, rounded
+from .packet import UNIT, Move, rounded
 from .slots import Slot
 from .sources import OUT, STEP, Compute, Field
 from .tails import holds, range_of, resolve_value
@@ -59,8 +59,8 @@ def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabili
     return found[0]
 
 
-def write(target: torch.Tensor, value: Any, what: str) -> None:
-    """Write a function's result into its slot.
+def write(target: torch.Tensor, value: Any, what: str, move: Move | None = None) -> None:
+    """Write a function's result into its slot. `move` copies one in host memory to the slot's device.
 
     Raise ComputeError, which begins with `what`, before anything is written.
     """
@@ -85,7 +85,7 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
     if tensor.numel() == 1 and tensor.is_cpu and not target.is_cpu:
         target.fill_(tensor.item())  # a copy from pageable memory would wait for the device
     else:
-        target.copy_(tensor)
+        target.copy_(tensor if move is None or not tensor.is_cpu else move(tensor))
 
 
 def _misfit(what: str, target: torch.Tensor, got: str) -> ComputeError:
@@ -175,6 +175,7 @@ class Computation:
         live: For a tail on the device, the live rows on each of its axes, as tensors.
         again: Computes what says whether it must run again; see `Compute.again`. None if it runs in each step.
         last: Its last run, if it does not run in each step.
+        move: Copies a result to the slot's device without waiting for it, or None.
     """
 
     slot: str
@@ -191,6 +192,7 @@ class Computation:
     live: Sequence[torch.Tensor]
     again: "Computation | None" = None
     last: LastRun = attrs.field(factory=LastRun)
+    move: Move | None = None
 
     @classmethod
     def bind(
@@ -305,7 +307,7 @@ class Computation:
         if type(value) is kind and least <= value <= most:  # for other tensors an NPU would raise later
             self.target.fill_(value)
         elif not self.compute.writes_out:
-            write(self.target, value, f"slot {self.slot!r}: its function's result")
+            write(self.target, value, f"slot {self.slot!r}: its function's result", self.move)
 
 
 @attrs.frozen(eq=False)

@@ -5,19 +5,19 @@ import ctypes
 import functools
 import itertools
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
 
 from .capabilities import dtype_text
-from .packet import WORD
-from .ragged import Ragged, mask_of, without_nesting
+from .packet import KEPT_ROW, WORD
+from .ragged import Changed, Ragged, mask_of, without_nesting
 from .slots import Slot
 from .tails import Pad
 
-HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged)
+HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic, Ragged, Changed)
 """Types that a batch may have instead of a tensor."""
 NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.error)
 """Errors for host data that cannot be converted to bytes as it is."""
@@ -36,6 +36,7 @@ LETTERS: Final = {
 _BOOLS: Final = frozenset({bool, np.bool_})
 _BITS: Final = frozenset({0, 1})  # a list that contains neither 0 nor 1 has no bools, and need not be searched
 _LISTS: Final = frozenset({list, tuple})
+_LENGTHS: Final = 1024  # the most lengths of lists for which formats are kept
 _DIMS: Final = 64  # the most dims that a torch tensor can have
 _PAD_THEM: Final = "pad them to one length"
 
@@ -58,7 +59,7 @@ def tensor_of(value: Any, dtype: torch.dtype, wanted: Sequence[int] | None = Non
         flags = array.flags
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # one row: any stride
         return torch.from_numpy(array if is_plain else array.copy())
-    if isinstance(value, Ragged):
+    if isinstance(value, Ragged | Changed):
         raise TypeError("rows of different lengths: declare the slot with ragged=True")
     numbers, shape = unnested(value, _DIMS if wanted is None else len(wanted))
     if not numbers:
@@ -87,7 +88,7 @@ def plain_rows(slot: Slot, value: Any, columns: int) -> Any:
 
     `columns` is the size of the ragged slot's second dim.
     """
-    found = without_nesting(value)
+    found = value if isinstance(value, Changed) else without_nesting(value)
     if isinstance(found, Ragged) and not found.values.is_cpu:
         pad: Any = cast("Pad", slot.pad).value
         return found.on_device(columns, pad)
@@ -95,8 +96,8 @@ def plain_rows(slot: Slot, value: Any, columns: int) -> Any:
 
 
 def is_ragged(value: Any) -> bool:
-    """Return whether a value may have rows of different lengths: `Ragged`, or a list."""
-    return isinstance(value, Ragged | list | tuple)
+    """Return whether a value may have rows of different lengths: `Ragged`, `Changed`, or a list."""
+    return isinstance(value, Ragged | Changed | list | tuple)
 
 
 def laid_out(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> torch.Tensor:
@@ -112,16 +113,35 @@ def laid_out(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) 
     return made.masked_fill_(~is_value, pad)
 
 
-def bytes_of_ragged(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> bytes:
-    """Pack rows of different lengths as the kernel reads them; see `.packet`."""
-    found = ragged_of(slot, dtype, value, wanted)
-    first = WORD // dtype.itemsize * len(found)
+def bytes_of_ragged(
+    slot: Slot, dtype: torch.dtype, kept: Callable[[], int], value: Any, wanted: Sequence[int]
+) -> bytes:
+    """Pack rows of different lengths as the kernel reads them; see `.packet`.
+
+    `kept` returns how many of the slot's rows are those of the last batch.
+    """
+    rows, columns = wanted
+    first = WORD // dtype.itemsize * rows
+    if not isinstance(value, Changed):
+        return b"".join(_packed_rows(ragged_of(slot, dtype, value, wanted), dtype, first, columns))
+    numbers, sent = value.since(kept())
+    words: Any = np.full(rows, KEPT_ROW)
+    words[numbers], data = _packed_rows(ragged_of(slot, dtype, sent, (len(numbers), columns)), dtype, first, columns)
+    return b"".join((words, data))
+
+
+def _packed_rows(found: Ragged, dtype: torch.dtype, first: int, columns: int) -> tuple[Any, bytes]:
+    """Return an array of a word for each row, and the values, which begin at element `first` of the packed data."""
+    words = found.counts << 32
+    values = found.values if found.values.dtype == dtype else found.values.to(dtype)
     if found.offsets is not None:
-        values, begins = found.flat(), found.offsets[:-1] + (first - found.offsets[0])
-    else:  # whole rows, as above
-        values = found.values[:, : wanted[1]]
-        begins = np.arange(len(found)) * values.shape[1] + first
-    return b"".join((begins | found.counts << 32, bytes_of_tensor(values.to(dtype).contiguous())))
+        start, stop = found.offsets.item(0), found.offsets.item(-1)
+        words += found.offsets[:-1]
+        words += first - start
+        return words, bytes_of_tensor(values, start, stop)
+    values = values[:, :columns].contiguous()  # whole rows, as above
+    words += np.arange(len(found)) * values.shape[1] + first
+    return words, bytes_of_tensor(values)
 
 
 def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int]) -> Ragged:
@@ -130,7 +150,7 @@ def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int])
     Args:
         slot: Their slot.
         dtype: The slot's dtype. Values in lists become it, others must have it or one that the slot converts.
-        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim.
+        value: `Ragged` in host memory, or a list of rows, each a list, a tuple or an array of one dim; or `Changed`.
         wanted: The number of rows, and the largest number of values in a row.
 
     Raises:
@@ -138,10 +158,11 @@ def ragged_of(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int])
         ValueError: A row is too long, there are more or fewer rows, or the dtype cannot hold a number.
     """
     rows, columns = wanted
+    value = value.value if isinstance(value, Changed) else value
     found = value if isinstance(value, Ragged) else _ragged_of_lists(value, dtype)
     if len(found) != rows:
         raise ValueError(f"it has {len(found)} rows")
-    if rows and found.counts.max() > columns:
+    if found.longest > columns:
         row = np.argmax(found.counts > columns)
         raise ValueError(f"row {row} has {found.counts[row]} values, and the slot has room for {columns}")
     own = found.values.dtype
@@ -168,11 +189,34 @@ def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
 
 def _joined(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
     """Return the numbers of lists, one after another, or None if one may be a bool. Raise if one does not fit."""
-    numbers = [*itertools.chain.from_iterable(rows)]
-    data = np.frombuffer(bytearray(_format(len(numbers), dtype).pack(*numbers)), LETTERS[dtype])
-    bits = np.flatnonzero((data == 0) | (data == 1)).tolist()  # a bool is one of these
-    has_bools = dtype == torch.bool or not _BOOLS.isdisjoint([type(numbers[place]) for place in bits])
-    return None if has_bools else torch.from_numpy(data)
+    packers = _packers(dtype)
+    packed = [packers[len(row)](*row) for row in rows]  # one list of all numbers would take longer
+    data = np.frombuffer(bytearray().join(packed), LETTERS[dtype])
+    bits = np.flatnonzero((data == 0) | (data == 1))  # a bool is one of these
+    if len(bits):
+        ends = np.cumsum([*map(len, rows)])
+        suspects = {*np.searchsorted(ends, bits, "right").tolist()}
+        has_bools = any(not _BOOLS.isdisjoint(map(type, rows[number])) for number in suspects)
+        if has_bools or dtype == torch.bool:
+            return None
+    return torch.from_numpy(data)
+
+
+class _Packers(dict[int, Callable[..., bytes]]):
+    """Packs numbers of one dtype, by how many they are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __missing__(self, numbers: int) -> Callable[..., bytes]:
+        if len(self) == _LENGTHS:
+            self.clear()
+        self[numbers] = pack = _format(numbers, self._dtype).pack
+        return pack
+
+
+_packers: Final = functools.cache(_Packers)
 
 
 def _row_by_row(rows: Sequence[Any], dtype: torch.dtype) -> Iterator[torch.Tensor]:
@@ -252,12 +296,13 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def bytes_of_tensor(source: torch.Tensor) -> bytes:
-    """Read a dense host tensor. Raise ValueError if its memory was freed."""
-    address, nbytes = source.data_ptr(), source.nbytes
+def bytes_of_tensor(source: torch.Tensor, start: int = 0, stop: int | None = None) -> bytes:
+    """Read a dense host tensor, or some of its elements. Raise ValueError if its memory was freed."""
+    address, size = source.data_ptr(), source.itemsize
+    nbytes = source.nbytes if stop is None else (stop - start) * size
     if nbytes and not address:
         raise ValueError("its memory was freed")
-    return ctypes.string_at(address, nbytes)
+    return ctypes.string_at(address + start * size, nbytes)
 
 
 def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
@@ -270,7 +315,7 @@ def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
     return pack(*alike(source))
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(_LENGTHS)
 def _format(numbers: int, dtype: torch.dtype) -> struct.Struct:
     """Return the format that packs this many numbers. Raise TypeError if `struct` has none for the dtype."""
     if dtype not in LETTERS:

@@ -42,6 +42,7 @@ written, each to the request in its word. A packet for foreach copies has no lan
 After the words comes host data of the batch, then values that the host computed, each at a multiple of `UNIT` bytes.
 Ragged data begins with a word for each row, `begin | length << 32`, both in elements and the first counted from that
 data's own first byte. The rows' values follow, in the slot's dtype. The kernel writes the pad value behind each row.
+The word -1 leaves a row as it is.
 """
 
 import abc
@@ -50,7 +51,7 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import attrs
 import numpy as np
@@ -74,6 +75,8 @@ CODE_SHIFT: Final = 16
 """Bits below the slot's dtype in the flags."""
 RAGGED: Final = -1
 """The row stride of a source that is ragged."""
+KEPT_ROW: Final = -1
+"""The word of a ragged row that the kernel leaves as it is."""
 OWNER_SHIFT: Final = 32
 """Bits below the table's own number in the flags."""
 BYTE: Final = 255
@@ -238,6 +241,10 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int, counts: int) -> npt.
                 own = outer // lane.within if lane.owns else 0
                 rows.append((*where, bits, flags, *lane.rule, count, lane.inner, own, owns, 0))
     return np.array(rows, np.int64).reshape(-1, COLUMNS)
+
+
+Move: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Copies a dense host tensor to the device; see `Upload.move`."""
 
 
 class Upload(abc.ABC):

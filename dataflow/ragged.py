@@ -1,21 +1,18 @@
 """Ragged rows: values of rows whose lengths differ, as engines have page tables."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def _numbers(name: str, value: Any, device: torch.device) -> Any:
-    """Copy whole numbers of one dim to an array, or return a tensor on a device. Raise TypeError for anything else."""
-    if device.type != "cpu":
-        if not isinstance(value, torch.Tensor) or value.device != device or value.dim() != 1:
-            raise TypeError(f"Ragged: values are on {device}: give {name} as a tensor of one dim there")
-        return value
+def _numbers(what: str, name: str, value: Any) -> Any:
+    """Copy whole numbers of one dim to an array. Raise TypeError for anything else."""
     found = np.asarray(value.detach() if isinstance(value, torch.Tensor) else value)
     if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
-        raise TypeError(f"Ragged: {name} are whole numbers in one dim, got {found.dtype} of shape {[*found.shape]}")
+        raise TypeError(f"{what}: {name} are whole numbers in one dim, got {found.dtype} of shape {[*found.shape]}")
     return found.astype(np.int64)
 
 
@@ -39,7 +36,7 @@ class Ragged:
         ValueError: Offsets decrease or lead out of the values, or a count is not between 0 and the number of columns.
     """
 
-    __slots__ = ("counts", "offsets", "values")
+    __slots__ = ("counts", "longest", "offsets", "values")
 
     def __init__(self, values: Any, *, offsets: Any = None, counts: Any = None) -> None:
         if (offsets is None) == (counts is None):
@@ -48,27 +45,33 @@ class Ragged:
         if tensor.layout != torch.strided or tensor.dim() != (1 if counts is None else 2):
             dims = "one dim" if counts is None else "two dims"
             raise TypeError(f"Ragged: values have {dims}, got {tensor.layout} of shape {[*tensor.shape]}")
-        self.values = tensor.detach()
+        self.values = tensor.detach().contiguous()
         name, given = ("offsets", offsets) if counts is None else ("counts", counts)
-        numbers = _numbers(name, given, tensor.device)
+        if tensor.is_cpu:
+            numbers = _numbers("Ragged", name, given)
+        elif isinstance(given, torch.Tensor) and given.device == tensor.device and given.dim() == 1:
+            numbers = given
+        else:
+            raise TypeError(f"Ragged: values are on {tensor.device}: give {name} as a tensor of one dim there")
         self.offsets = numbers if counts is None else None
         self.counts = numbers[1:] - numbers[:-1] if counts is None else numbers
-        if tensor.is_cpu:
-            self._check()
+        self.longest = self._check() if tensor.is_cpu else -1
 
-    def _check(self) -> None:
-        """Raise ValueError if a row leads out of the values."""
+    def _check(self) -> int:
+        """Return the length of the longest row. Raise ValueError if a row leads out of the values."""
         columns, counts, ends = self.values.shape[-1], self.counts, self.offsets
         which = ""
-        if len(counts) and not 0 <= counts.min() <= counts.max() <= columns:
+        longest = int(counts.view(np.uint64).max(initial=0))  # a negative count is larger than all others
+        if longest > columns:
             row = np.argmax((counts < 0) | (counts > columns))
             which = f"; row {row} has {counts[row]}"
         if ends is None:
             rows = len(self.values)
             if len(counts) != rows or which:
                 raise ValueError(f"Ragged: {rows} counts between 0 and {columns} are needed, got {len(counts)}{which}")
-        elif not len(ends) or ends[0] < 0 or ends[-1] > columns or which:
+        elif not len(ends) or ends.item(0) < 0 or ends.item(-1) > columns or which:
             raise ValueError(f"Ragged: offsets grow from 0 to at most {columns} values, got {ends}{which}")
+        return longest
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -81,12 +84,12 @@ class Ragged:
     @property
     def shape(self) -> tuple[int, int]:
         """The number of rows, and the length of the longest, or -1 if that is on a device."""
-        return len(self), int(self.counts.max(initial=0)) if self.values.is_cpu else -1
+        return len(self), self.longest
 
     def flat(self) -> torch.Tensor:
         """Return the values of all rows, one after another. They are in host memory."""
         if self.offsets is not None:
-            return self.values[self.offsets[0] : self.offsets[-1]]
+            return self.values[self.offsets.item(0) : self.offsets.item(-1)]
         return self.values.masked_select(torch.from_numpy(mask_of(self.counts, self.values.shape[1])))
 
     def on_device(self, columns: int, pad: float) -> torch.Tensor:
@@ -113,8 +116,53 @@ class Ragged:
         return [values[start:stop] for start, stop in itertools.pairwise(self.offsets.tolist())]
 
 
+class Changed:
+    """All ragged rows of a slot, and which of them differ from those of the last batch.
+
+    Only these rows are sent, and rows behind those of the last batch. All rows are sent if the slot may not hold those
+    of the last batch any more: after a batch of another bucket, an eager step, `steps()`, or an error; in memory that a
+    pool shares or that you have bound; and where no kernel lays the rows out.
+
+    Args:
+        value: A list of all rows. `Ragged` is sent whole for less than it costs to choose rows of it.
+        rows: The numbers of the rows that differ.
+
+    Raises:
+        TypeError: An argument is of another kind.
+        ValueError: There is no such row, or it is named twice.
+    """
+
+    __slots__ = ("rows", "value")
+
+    def __init__(self, value: Sequence[Any], *, rows: Any) -> None:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"Changed takes a list of rows, got {type(value).__name__}")
+        self.value = value
+        self.rows = set[int]()
+        for row in _numbers("Changed", "rows", rows).tolist():
+            if row in self.rows or not 0 <= row < len(value):
+                raise ValueError(f"Changed: row {row} is named twice, or is not one of {len(value)} rows")
+            self.rows.add(row)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.value)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of rows, and -1, since the lengths of rows are not read."""
+        return len(self), -1
+
+    def since(self, kept: int) -> tuple[list[int], list[Any]]:
+        """Return the numbers of the rows to send, and these rows. kept: How many rows the slot has."""
+        numbers = sorted(self.rows.union(range(kept, len(self))))
+        return numbers, [self.value[number] for number in numbers]
+
+
 def without_nesting(value: Any) -> Any:
-    """Return a jagged nested tensor of two dims as `Ragged`, and any other value as it is."""
+    """Return a jagged nested tensor of two dims as `Ragged`, the rows of `Changed`, and other values as they are."""
+    if isinstance(value, Changed):
+        return value.value
     if not (isinstance(value, torch.Tensor) and value.layout == torch.jagged and value.dim() == 2):  # noqa: PLR2004 - rows and columns
         return value
     jagged: Any = value  # torch's annotations do not have its methods

@@ -474,6 +474,7 @@ class BucketBuffers(Generic[V]):
             raise
         if not is_in_graph and not filler.lowering.is_reference:
             run_all(filling.bucket.functions(call.live).on_device, batch)
+        layer.buffers.clean.is_sent = False  # the caller replays a graph that begins with it
         if filling.bucket.left:
             layer.behind = filling.bucket, behind
         return viewer(batch, call.live)

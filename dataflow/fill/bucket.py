@@ -15,7 +15,7 @@ import torch
 
 from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Dim, Live, Sizes, Step
-from ..buffers import Buffers
+from ..buffers import Buffer, Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, PackedValue, Results, ResultTail, words
 from ..declaration import Declaration
@@ -23,7 +23,7 @@ from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference
 from ..lowering import LOWERINGS, How
 from ..oracle import fill_slot_by_slot
-from ..packet import RAGGED, Feed, Lane, table_of
+from ..packet import RAGGED, Feed, Lane, Move, table_of
 from ..plan import (
     NONE,
     Absent,
@@ -339,7 +339,9 @@ class Bucket:
             made = bind(results=results, tail=self.result_tails.get(one.slot))
             again = made.compute.again
             if again is not None:
-                made = attrs.evolve(made, again=bind(again), last=self.buffers.last_runs[one.slot])
+                made = attrs.evolve(
+                    made, again=bind(again), last=self.buffers.last_runs[one.slot], move=self._move(one.slot)
+                )
             yield one, made
 
     @functools.cached_property
@@ -449,13 +451,28 @@ class Bucket:
             name = to.name
             is_lane = name in self.fused
             is_packed = name in self._room and (is_lane or not self.lowering.has_kernel)
-            move = self.feed.move if self._packs and to.slot.placement == DEVICE else None
-            direct = name in self._direct
             chooser = Chooser(
-                to, self.rows[name], self.buffers, is_direct=direct, is_lane=is_lane, is_packed=is_packed, move=move
+                to,
+                self.rows[name],
+                self.buffers,
+                functools.partial(self._rows_kept, to),
+                is_direct=name in self._direct,
+                is_lane=is_lane,
+                is_packed=is_packed,
+                move=self._move(name),
             )
             ways.append(chooser.choose(places[name], source, tensor))
         return ways
+
+    def _move(self, name: str) -> Move | None:
+        """Return what copies host data to a slot's device, if that has uploads."""
+        return self.feed.move if self._packs and self.buffers[name].slot.placement == DEVICE else None
+
+    def _rows_kept(self, to: Buffer) -> int:
+        """Return how many rows of a slot are those of the last batch, which nothing else can have written since."""
+        slot, live = to.slot, self.buffers.clean.last_of(self)
+        may_differ = to.foreign or to.pooled or slot.rewritten or slot.restored or to.name in self.declaration.rules
+        return 0 if may_differ or live is None else self.rows[to.name].shape[0](live)
 
     @functools.cached_property
     def _direct(self) -> frozenset[str]:
@@ -514,6 +531,7 @@ class Bucket:
             if way.is_bytes and (way.slot in self.fused or way.slot in plan.packed):
                 rows, is_ragged = self.rows[way.slot], way.pace == RAGGED
                 carried.append(Carried(way.slot, way.target, way.dtype, rows, None, way.place, is_ragged))
+        carried.sort(key=operator.attrgetter("is_ragged"))  # what comes behind them moves with their lengths
         for one in () if self.partial else self._computed:
             if one.packed:
                 target = self.buffers[one.slot].tensor

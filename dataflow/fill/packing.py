@@ -106,7 +106,7 @@ class Packing:
         self._counted = counted
         self._carried = carried
         self._parts = [one.place for one in carried if one.place is not None]
-        self._ragged = [one.place for one in carried if one.place is not None and one.is_ragged]
+        self._ragged = [one.place for one in carried[:-1] if one.place is not None and one.is_ragged]
         self._spare = [0] * len(counted)  # no counts of a step before an edit
         self._head = struct.Struct(f"<{HEAD + 2 * len(counted)}q")
         self._start = rounded(head_bytes(len(lanes), len(counted)))
@@ -139,7 +139,7 @@ class Packing:
 
     def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
         """Pack the words and the host data of a call. The caller appends the values that the host computes."""
-        if self._ragged:  # the bytes of ragged rows are sizes of the call, too
+        if self._ragged:  # the bytes of ragged rows are sizes of the call, too, if others come behind them
             live = (*live, *[len(sources[place]) for place in self._ragged])
         last_addresses, last_live, words = self._last
         if addresses != last_addresses or live != last_live:
@@ -166,12 +166,12 @@ class Packing:
         return words
 
     def _starts(self, live: Live) -> list[int]:
-        """Return the offset of each part in the packet. `live` ends with the bytes of ragged parts."""
+        """Return the offset of each part in the packet. `live` ends with the bytes of ragged parts before the last."""
         starts, ragged = list[int](), iter(live[len(live) - len(self._ragged) :])
         start = self._start
         for one in self._carried:
             starts.append(start)
-            start += rounded(next(ragged) if one.is_ragged else one.nbytes(live))
+            start += rounded(next(ragged, 0) if one.is_ragged else one.nbytes(live))
         return starts
 
     def part(self, slot: str, live: Live) -> tuple[torch.Tensor, torch.Tensor]:

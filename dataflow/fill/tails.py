@@ -8,12 +8,14 @@ class CleanTails:
 
     Attributes:
         handed_out: Whether producers have references to the slots and may write them at any time.
+        is_sent: Whether a packet was sent that no kernel has read yet.
     """
 
-    __slots__ = ("_filled_by", "_live", "handed_out")
+    __slots__ = ("_filled_by", "_live", "handed_out", "is_sent")
 
     def __init__(self) -> None:
         self.handed_out = False
+        self.is_sent = False
         self._filled_by: object = None
         self._live: Live = ()
 
@@ -48,6 +50,10 @@ class CleanTails:
     def was(self, by: object, live: Live) -> bool:
         """Return whether the last fill had the same writer and live sizes, and nothing else wrote slots since."""
         return self._filled_by is by and self._live == live and not self.handed_out
+
+    def last_of(self, by: object) -> Live | None:
+        """Return the live sizes of the last fill, or None if the slots may hold anything else."""
+        return self._live if self._filled_by is by and not (self.handed_out or self.is_sent) else None
 
     def forget(self) -> None:
         """Treat every tail as dirty, because something else wrote slots or a fill was interrupted."""

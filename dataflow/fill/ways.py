@@ -13,7 +13,7 @@ from ..admission import admitted, dense_of, is_hosted, is_in_place, lane_takes
 from ..axes import Extent
 from ..buffers import Buffer, Buffers
 from ..hostdata import NOT_CARRIED, bytes_of_list, bytes_of_ragged, bytes_of_tensor, is_ragged
-from ..packet import RAGGED, row_stride
+from ..packet import RAGGED, Move, row_stride
 from .reach import Rows
 
 Convert = Callable[..., Any]
@@ -61,16 +61,18 @@ class Chooser:
         is_direct: Whether the slot is written by its address in host memory.
         is_lane: Whether the fill kernel writes the slot.
         is_packed: Whether a packet takes the slot's host data.
+        kept: Returns how many of the slot's rows are those of the last batch.
         move: Copies other host data to the device, or None if the device has no uploads.
     """
 
     to: Buffer
     rows: Rows
     buffers: Buffers
+    kept: Callable[[], int]
     is_direct: bool = False
     is_lane: bool = False
     is_packed: bool = False
-    move: Callable[[torch.Tensor], torch.Tensor] | None = None
+    move: Move | None = None
 
     def choose(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
         """Choose the way of a source, which was admitted as `tensor`."""
@@ -118,7 +120,7 @@ class Chooser:
         to, own = self.to, self.to.tensor.dtype
         if self.is_packed:
             if self.is_lane and self.rows.ragged and is_ragged(source):
-                pack = functools.partial(bytes_of_ragged, to.slot, own)
+                pack = functools.partial(bytes_of_ragged, to.slot, own, self.kept)
                 return Way(to.name, to.tensor, place, own, pack, self.rows, is_bytes=True, pace=RAGGED)
             is_taken = lane_takes(to, tensor.dtype) if self.is_lane else tensor.dtype == own
             convert = self._bytes_of(source, tensor) if is_taken else None

@@ -191,6 +191,7 @@ class Filling:
         use.fills += 1  # forget before the first write, because a write may raise
         if use.reading is not None:
             filler.hosts.wait()
+        filler.buffers.clean.is_sent = filler.lowering.has_kernel
         if GRADIENTS():
             without_gradients(plan.write, taken, call.live, call.batch)
         else:
@@ -221,6 +222,7 @@ class Filling:
             alone = filler.capture_alone(self)
             filler.late = time.perf_counter_ns()
         alone.replay()
+        filler.buffers.clean.is_sent = False
         if filler.lowering.is_in_graph:
             filler.feed.was_disarmed()
 
@@ -647,6 +649,7 @@ class GraphSet(Generic[V]):
             self.buffers.distrust()  # the failed step has not restored its slots
             raise
         self.clock.replays += 1
+        self.buffers.clean.is_sent = False
         if self.filler.hosts.notes:
             self.filler.hosts.note()
 

@@ -26,6 +26,7 @@ from slotgraph.dataflow.hostdata import bytes_of_ragged
 from slotgraph.dataflow.packet import (
     CODES,
     HEAD,
+    KEPT_ROW,
     RAGGED,
     Lane,
     code_of,
@@ -160,7 +161,8 @@ class Case:
     dim: the dim that varies. before, ahead: elements that come before the buffer, and before the source. turned: the
     buffer has a dim of one whose stride says nothing. action: copy, reset the tail alone, or leave the lane as it is.
     apart: units of that dim by which the source's rows lie apart. bits: of the source, where they are known. own: live
-    rows along the first dim, where that varies, too. lengths: of the live rows, where these are ragged.
+    rows along the first dim, where that varies, too. lengths: of the live rows, where these are ragged. kept: ragged
+    rows that stay as they are.
     """
 
     dtype: torch.dtype
@@ -179,6 +181,7 @@ class Case:
     bits: torch.Tensor | None = None
     own: int | None = None
     lengths: tuple[int, ...] | None = None
+    kept: frozenset[int] = frozenset()
 
     @property
     def varying(self) -> tuple[int, ...]:
@@ -212,8 +215,11 @@ class Case:
             flat, ends = torch.cat([self.bits_of_row(0)[:0], *self.rows()]), np.cumsum([0, *self.lengths])
             rows = Ragged(flat, offsets=ends) if self.ahead else Ragged(self.wider(), counts=self.lengths)
             anything: Any = None  # as slots are asked only what they convert
-            packed = bytes_of_ragged(anything, self.dtype, rows, (self.live, self.shape[1]))
-            return torch.frombuffer(bytearray(packed or bytes(8)), dtype=torch.uint8).to(device)
+            packed = bytes_of_ragged(anything, self.dtype, lambda: self.live, rows, (self.live, self.shape[1]))
+            made = torch.frombuffer(bytearray(packed or bytes(8)), dtype=torch.uint8)
+            for row in self.kept:
+                made[8 * row : 8 * row + 8].view(torch.int64).fill_(KEPT_ROW)
+            return made.to(device)
         own = self.shape if self.own is None else (self.own, *self.shape[1:])
         shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(own))
         values = noise(self.ahead + math.prod(shape), self.source, self.seed + 1).to(device)[self.ahead :].view(shape)
@@ -269,6 +275,8 @@ class Case:
         if self.lengths is not None and self.action == "copy":
             assert self.pad is not None
             for number, row in enumerate(self.rows()):
+                if number in self.kept:
+                    continue
                 view[number].fill_(self.pad)[: len(row)].copy_(row)
         elif self.action == "copy":
             self.filled(view).copy_(values)
@@ -348,6 +356,7 @@ def ragged_cases(draw: st.DrawFn) -> Case:
         ahead=draw(st.integers(0, 1)),
         apart=draw(st.integers(0, 3)),
         lengths=tuple(draw(st.lists(length, min_size=live, max_size=live))),
+        kept=draw(st.frozensets(st.integers(0, live - 1))) if live else frozenset(),
     )
 
 

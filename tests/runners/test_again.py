@@ -11,6 +11,8 @@ import slotgraph
 from slotgraph import BATCH, DecodeRunner, EagerRunner, InputBuffers, Inputs, Step, computed, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER, Capabilities
+from slotgraph.dataflow.lowering import LOWERINGS
+from slotgraph.dataflow.packet import Feed
 from slotgraph.errors import CaptureError, ComputeError, DeclarationErrors
 from slotgraph.extend import Group
 from slotgraph.pool import InputPool
@@ -300,3 +302,32 @@ def test_each_slot_of_a_group_depends_on_its_own(name: str, lowering: str) -> No
     again = runner.stats()["again"]
     kept = [again[slot]["kept"] for slot in ("plan.full", "plan.sliding")]
     assert kept == ([0, 0] if lowering == "slot_by_slot" else [1, 2])  # the reference calls each time
+
+@pytest.mark.parametrize("kind", [list, torch.Tensor])
+def test_a_value_on_the_device_is_uploaded_without_a_wait(
+    backend: Backend, kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the backend's own upload where it has one, with the bytes of the reference, whatever the result's strides."""
+    moved = list[torch.Tensor]()
+    move = Feed.move
+
+    def noted(feed: Feed, source: torch.Tensor) -> torch.Tensor:
+        moved.append(source)
+        return move(feed, source)
+
+    def begins(kv_lens: torch.Tensor) -> Any:
+        made = torch.arange(10, dtype=torch.int64)[::2] * kv_lens[0]
+        return made.tolist() if kind is list else torch.stack([made, made], 1)[:, 0]
+
+    class Moved(Planning):
+        starts: torch.Tensor = computed(begins, shape=BATCH + 1, dtype=torch.int64, again=("kv_lens",))
+
+    monkeypatch.setattr(Feed, "move", noted)
+    for lowering in backend.capabilities.lowerings:
+        runner = decoder(Moved, lambda view: view.starts.clone(), backend=backend, lowering=lowering, output_rows=None)
+        bucket = next(iter(runner.graphs.captured.values())).filling.bucket
+        is_copied = kind is torch.Tensor and backend.device.type == "cpu"  # from the same memory
+        moved.clear()
+        for length in (3, 3, 4):
+            assert runner(batch_of([length])).tolist() == [length * place for place in range(0, 10, 2)]
+        assert len(moved) == 2 * (bucket._packs and not LOWERINGS[lowering].is_reference and not is_copied)
