@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -93,9 +95,11 @@ def run(capsys: pytest.CaptureFixture[str], package: str, *argv: str) -> tuple[i
 def test_captured_steps_give_what_the_model_gives(
     package: str, argv: list[str], says: list[str], backend_name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Captured steps give what the model gives without them, on each backend, and the program says so."""
+    """Captured steps give what the model gives without them, on each backend; the program says so, and can end."""
+    threads = {*threading.enumerate()}
     status, out = run(capsys, package, "--backend", backend_name, *argv)
     assert status == 0
+    assert [one for one in threading.enumerate() if one not in threads and not one.daemon] == []
     assert [words for words in says if words not in out] == []
 
 
@@ -317,6 +321,24 @@ def test_the_page_of_the_paged_loop_shows_the_lines_of_today() -> None:
     needs("paging")
     text = "\n".join(module("paging.lines").table())
     assert text in (EXAMPLES / "paged_loop" / "README.md").read_text(encoding="utf-8")
+
+
+def test_pages_show_the_lines_of_continuous_batching_today() -> None:
+    """The program's page shows the code lines of today, and the page on engines those of both programs."""
+    needs("batching")
+    page, engines = (EXAMPLES.parent / name for name in ("examples/continuous_batching/README.md", "engines.md"))
+    (line,) = module("batching.lines").table()
+    if f"transformers {version('transformers')}:" in page.read_text(encoding="utf-8"):  # others have other lines
+        assert line in page.read_text(encoding="utf-8")
+        assert re.findall(r"\d+", line) == code_lines(engines, "continuous_batching")
+    *_, both = module("paging.lines").table()
+    assert re.findall(r"\d+", both)[::-1] == code_lines(engines, "paged_loop")
+
+
+def code_lines(page: Path, program: str) -> list[str]:
+    """The lines before and after in the row of a program, in the page's first table."""
+    (row,) = re.findall(rf"^\| \[{program}\].*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(r" (\d+) ", row)
 
 
 def test_a_page_is_shared_by_all_that_lies_before_it() -> None:

@@ -162,12 +162,14 @@ def serve(options: Options, *, declare: Callable[..., Any] = inputs_for) -> int:
     ways = [Way("transformers", contextlib.nullcontext), Way("slotgraph", lambda: swapped(options, declare))]
     if backend.device.type == "cuda":  # where transformers can prepare a step while another runs
         ways += [Way(f"{way.name}, async", way.swap, overlaps=True) for way in ways]
-    for way in ways:
-        way.start(model, options)
-        way.serve(prompts, options, warm_up=True)
-    for _ in range(options.rounds):
+    with contextlib.ExitStack() as running:
         for way in ways:
-            way.serve(prompts, options)
+            way.start(model, options)
+            running.callback(way.manager.stop)  # or its thread, which waits for requests, keeps the process alive
+            way.serve(prompts, options, warm_up=True)
+        for _ in range(options.rounds):
+            for way in ways:
+                way.serve(prompts, options)
     print(*report(ways, on_device=backend.device.type == "cuda"), sep="\n", end="\n\n")
     print(*table(), sep="\n", end="\n\n")
     return verdict(ways, options)
