@@ -34,6 +34,7 @@ class Declaration:
         ranks: The runner's ranks, which functions may request.
         arguments: The side arguments that slots read, disabled slots included. None if a custom source may read any.
         following: Axes that no slot has, and whose sizes follow from the runner's relations; see `related`.
+        done: The slot that says which requests are done, or "" if none does; see `.done`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Declaration:
     ranks: Any = None
     arguments: frozenset[str] | None = None
     following: tuple[Axis, ...] = ()
+    done: str = ""
 
     @functools.cached_property
     def functions(self) -> Mapping[str, Compute]:

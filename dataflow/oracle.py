@@ -10,6 +10,7 @@ from .buffers import Buffers
 from .capabilities import Capabilities
 from .computation import Computation
 from .declaration import Declaration
+from .done import resets
 from .hostdata import tensor_for
 from .slots import Slot
 from .sources import NO_SIDE, Side
@@ -49,6 +50,8 @@ def fill_slot_by_slot(
             _reset_tail(slot, view, capabilities, step)
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
+    for reset in resets(declaration, views, step.padded_sizes, capabilities):
+        reset.run(batch)
     for name in (name for name in declaration.functions if name not in left):
         known, target = {**declaration.given(step), **views}, buffers[name].view(step.padded_sizes)
         Computation.bind(name, declaration, known, target).run(batch)
@@ -81,4 +84,6 @@ def advance_slot_by_slot(
         made = views[name].clone()
         Computation.bind(name, declaration, {**declaration.given(step), **views}, made, rule).run(None)
         live[name].copy_(made[tuple(map(slice, live[name].shape))])
+    for reset in resets(declaration, views, step.padded_sizes, capabilities):
+        reset.run(None)
     return live

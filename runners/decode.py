@@ -15,6 +15,7 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import LoweringName, chosen_lowering
+from ..dataflow.done import with_done
 from ..dataflow.errors import BatchError, ConfigError, RankError, ReplayError
 from ..dataflow.inputs import V
 from ..dataflow.lowering import LOWERINGS
@@ -42,6 +43,7 @@ from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .steps.chain import Chain
+from .steps.chunks import check_chunk, checked_chunks
 from .steps.loop import LaunchedStep, StepLoop
 
 Read = TypeVar("Read")
@@ -103,6 +105,8 @@ class DecodeArguments(ExtendArguments, total=False):
     """The arguments of a runner whose buckets are requests of `width` tokens."""
 
     width: int
+    chunks: Collection[int]
+    done: str | None
 
 
 def _differing(seen: Mapping[Field, Any], batch: Any) -> str:
@@ -368,6 +372,9 @@ class RequestRunner(GraphRunner[V, Out]):
         width = config.width
         relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
         stage = Stage.of(inputs, step, relations=relations, **{**given, "sizes": sizes})
+        if (done := given.get("done")) is not None:
+            done = checked("done", "the name of a slot, or None", done, str)
+            stage = attrs.evolve(stage, declaration=with_done(stage.declaration, done))
         super().__init__(
             config,
             stage,
@@ -438,6 +445,11 @@ class DecodeRunner(RequestRunner[V, Out]):
             for a warm-up or a look. By default all that its operators write is found and put back. A large KV cache
             that a custom operator writes may be too large for that: give the parts that padded rows write, or `()`.
         ranks: The processes that run each step together, in one bucket.
+        chunks: Numbers of steps, such as `(4, 8)`, that `steps(chunk=...)` may launch at once. Each is one more graph of
+            each bucket.
+        done: The slot with one bool a request, and with a rule, that says which requests are done. From the next step
+            on their rows hold the tails of all other slots on the device, as padded rows do, and `tokens()` of
+            `steps()` drops them.
         config: Its options; keywords beside it win. Options that this runner does not use are ignored.
         backend: A backend or its name.
         options: `buckets`, `max_batch`, `max_waste`, `width`, `warmups`, `progress`, `debug`, `sharing`, `graphs`,
@@ -449,7 +461,11 @@ class DecodeRunner(RequestRunner[V, Out]):
     """
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[DecodeArguments]) -> None:
+        self._chunks = checked_chunks(options.get("chunks", ()), options.get("ranks"))
         super().__init__(inputs, step, options, output_rows=TOKENS)
+
+    def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
+        return {**super()._captures(buffers), "chunks": self._chunks}
 
     @overload
     def steps(
@@ -460,6 +476,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: None = None,
         needs: Collection[str] = (),
+        chunk: int = 1,
     ) -> Iterator[LaunchedStep[Out]]: ...
 
     @overload
@@ -471,6 +488,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: Callable[[Out], Read],
         needs: Collection[str] = (),
+        chunk: int = 1,
     ) -> Iterator[LaunchedStep[Read]]: ...
 
     def steps(
@@ -481,6 +499,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: Callable[[Any], Any] | None = None,
         needs: Collection[str] = (),
+        chunk: int = 1,
     ) -> Iterator[LaunchedStep[Any]]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
@@ -492,23 +511,27 @@ class DecodeRunner(RequestRunner[V, Out]):
         Args:
             batch: The first step's batch, as a call takes it. With ranks, None for one without requests.
             keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
-            ahead: How many steps are launched beyond the one that is handed out.
+            ahead: How many steps, or chunks of steps, are launched beyond the one that is handed out.
             read: Chooses what of the step's outputs is copied to the host: tensors, or parts of them. By default all.
                 It is called before their values are there, and computes nothing.
             needs: Slots whose values in later steps `step.needs` predicts, such as `["seq_lens"]`. Each advances by a
                 number and has one number a request.
+            chunk: How many steps one launch runs: 1, or a number that `chunks=` names. The first step is a launch of its
+                own. Edits take effect at the end of a chunk.
 
         Returns:
             The steps in order, which the device may still be running.
 
         Raises:
-            ConfigError: No slot advances, or rows of a slot do not belong to requests.
+            ConfigError: No slot advances, or rows of a slot do not belong to requests. Or several steps cannot be one
+                launch, because the host works between them.
             BatchError: The batch does not fit, or no graph takes it.
             ReplayError: Nothing is captured yet.
             RankError: Another rank failed.
         """
         checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
         needs = checked_names("needs", needs)
+        check_chunk(chunk, self._chunks)
         if read is not None:
             check_step("read", read, "a step's outputs, which chooses parts of them")
         why = ""  # steps are calls of the runner, not replays
@@ -522,5 +545,5 @@ class DecodeRunner(RequestRunner[V, Out]):
             decision = self.decide(batch)
             if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, self.buckets, loop, why)
+            chain = Chain(self, batch, self.buckets, loop, why, chunk)
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))

@@ -41,6 +41,7 @@ from .capture import (
     warm_up,
     with_place,
 )
+from .chunks import steps_in_graph
 from .compiled import CompiledFunctions, compiled_functions
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .current import CurrentStep, with_current
@@ -143,10 +144,25 @@ class Filling:
             for run in self.compiled:
                 run()
 
+    def advance(self) -> None:
+        """Advance slots between two steps of one graph, unless a step's graph begins with that."""
+        if not self.filler.lowering.is_in_graph:
+            counts = self.filler.live_counts.unbind()
+            self.bucket.transition_in_graph.advance(counts, counts[0] != 0)
+
+    def warm_up_advance(self) -> None:
+        """Warm up `advance` before a capture. No row is live meanwhile, so that all slots keep their contents."""
+        functions, rules = self.filler.functions, self.bucket.transition_in_graph
+        self.filler.live_counts.zero_()
+        if functions is not None and rules.has_functions and not self.filler.lowering.is_in_graph:
+            warm_up(self.filler.stage.backend, lambda: rules.compile(functions.compile))
+        warm_up(self.filler.stage.backend, self.advance)
+
     def compile(self) -> None:
         """Compile the functions that a graph of the step runs, before its capture. All slots keep their contents."""
         filler, bucket, functions = self.filler, self.bucket, self.filler.functions
         on_device = bucket.functions(bucket.padded).on_device
+        resets = [one for one in on_device if one.slot not in bucket.declaration.functions]
         rules = bucket.transitions[DEVICE] if filler.lowering.is_in_graph else None
         has_rules = rules is not None and rules.has_functions
         if functions is None or self.compiled is not None or not (on_device or has_rules):
@@ -155,7 +171,8 @@ class Filling:
         @torch.no_grad()
         def compile_all() -> None:
             before = [one.target.clone() for one in on_device]
-            self.compiled = functions.compile(on_device)
+            # apart, because these see slots as integers, and a compiler takes that for other memory
+            self.compiled = [*functions.compile(resets), *functions.compile(on_device[len(resets) :])]
             for one, contents in zip(on_device, before, strict=True):
                 one.target.copy_(contents)
             if rules is not None:
@@ -272,6 +289,14 @@ class Filler(Generic[V]):
         return self._tables + self.feed.nbytes
 
     @functools.cached_property
+    def live_counts(self) -> torch.Tensor:
+        """The live counts that graphs of several steps read, as `Declaration.counts` has them; 0 at captures."""
+        with outside_inference():
+            return torch.zeros(
+                len(self.stage.declaration.counted), dtype=torch.int64, device=self.stage.backend.device
+            )
+
+    @functools.cached_property
     def functions(self) -> CompiledFunctions | None:
         """The compiled functions that all buckets share, or None if they run as written."""
         return compiled_functions(self.stage.backend.capabilities, wanted=self.compile_computed)
@@ -374,6 +399,7 @@ class Captured:
         filling: Fills it.
         graph: The graph.
         step: The call that was captured.
+        chunks: Graphs of several steps, by their number.
         taken: Storages that the first run of the step used, each with the operators that read or wrote it.
         verified: Whether a check has found that no address moved.
     """
@@ -383,18 +409,29 @@ class Captured:
     graph: Graph
     step: Callable[[], Any]
     taken: Mapping[int, AbstractSet[str]]
+    chunks: dict[int, Graph] = attrs.field(factory=dict)
     verified: bool = False
 
     def __repr__(self) -> str:
         """Return one line."""
         return f"<graph of bucket {self.rows} of {self.filling.filler.stage.declaration.name}>"
 
-    def live(self, rows: int | None) -> Any:
-        """Return the outputs' first rows, or all of them.
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs of one step and of several."""
+        return [self.graph, *self.chunks.values()]
 
-        The tensors are new, because a caller might change the shape of the graph's own.
-        """
-        return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
+    def live(self, rows: int | None) -> Any:
+        """Return the outputs' first rows, or all of them."""
+        return cut_live(self.graph.outputs, rows)
+
+
+def cut_live(outputs: Any, rows: int | None) -> Any:
+    """Return the first rows of outputs, or all of them.
+
+    The tensors are new, because a caller might change the shape of the graph's own.
+    """
+    return map_tensors(outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
 Key = tuple[int, Absent]
@@ -423,6 +460,7 @@ class GraphSet(Generic[V]):
         recipe: What is captured, or None for the whole step.
         holder: The object from which the tensors that graphs read besides slots are reached.
         parameters: Slots that each replay passes to its graph, by the operator's argument.
+        chunks: Numbers of steps that further graphs of each bucket run.
         report: The result of the captures, or None before the first.
         captured: The graphs. Each capture makes a new mapping, since another thread may read the old one.
     """
@@ -439,6 +477,7 @@ class GraphSet(Generic[V]):
     recipe: Recipe | None
     holder: Callable[..., Any] | None
     parameters: Mapping[str, str]
+    chunks: Sequence[int] = ()
     report: CaptureReport | None = None
     captured: Mapping[Key, Captured] = attrs.field(factory=dict)
     _forks: int = attrs.field(factory=lambda: FORKS.count)
@@ -576,8 +615,15 @@ class GraphSet(Generic[V]):
             cut_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering.has_kernel and not filler.lowering.is_in_graph:
             filler.capture_alone(filling, warm=True)
+        captured = Captured(rows, filling, graph, step, state.taken)
+        if self.chunks:
+            filling.warm_up_advance()
+        for count in self.chunks:
+            steps = steps_in_graph(step, count, filling.bucket, filling.advance, graph.outputs)
+            with capture_errors(), state.kept(), stage.backend.stream():
+                captured.chunks[count] = capture_step(stage.backend, steps, *given)
         _ = self.buffers.addresses
-        return Captured(rows, filling, graph, step, state.taken)
+        return captured
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
         """Run the whole step once under a watch, restore its state, and return the state.
@@ -638,7 +684,8 @@ class GraphSet(Generic[V]):
     def verify(self, captured: Captured) -> None:
         """Raise ReplayError if memory of a graph has moved. Checks once, or at each replay in a debug mode."""
         if not captured.verified or self._looks_at_addresses:
-            captured.graph.check_addresses()
+            for graph in captured.graphs:
+                graph.check_addresses()
             moved = ", ".join(map(repr, self.buffers.moved()))
             if moved:
                 raise ReplayError(f"the buffers of {moved} moved since capture: a graph would read freed memory")
@@ -646,7 +693,7 @@ class GraphSet(Generic[V]):
 
     def memory(self) -> MemoryAccount:
         """Return the bytes of inputs, graphs and outputs."""
-        graphs = [captured.graph for captured in self.captured.values()]
+        graphs = [graph for captured in self.captured.values() for graph in captured.graphs]
         return MemoryAccount(
             inputs=self.buffers.nbytes,
             graphs=sum(graph.nbytes for graph in graphs),

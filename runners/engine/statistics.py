@@ -110,11 +110,11 @@ class Counts:
     timed: int = 0
     took: int = 0
 
-    def replayed(self, rows: int) -> None:
-        """Count a step of a graph."""
-        self.steps += 1
-        self.live += rows
-        self.rows[rows] = self.rows.get(rows, 0) + 1
+    def replayed(self, rows: int, steps: int = 1) -> None:
+        """Count steps of a graph."""
+        self.steps += steps
+        self.live += rows * steps
+        self.rows[rows] = self.rows.get(rows, 0) + steps
 
     def times(self) -> FillTimesData:
         """Return the times of fills as plain data."""

@@ -4,19 +4,24 @@ import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, Generic
 
+import torch
+
 from ...dataflow.capabilities import DEVICE, HOST, Placement
 from ...dataflow.edits import NOWHERE, Keys, Moves, RowWrite, rearrange
 from ...dataflow.errors import BatchError, ConfigError, RankError, ReplayError, did_you_mean
 from ...dataflow.fill.writers import keep_newest
+from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE, RANKS, linear, look_up
 from ..engine.capture import FORKS
+from ..engine.chunks import handed_out
 from ..engine.config import Buckets
-from ..engine.graphs import GraphSet
+from ..engine.graphs import GraphSet, cut_live
 from ..engine.hooks import Loop
 from ..engine.runner import Runner
 from ..engine.sampling import rebuilt
 from ..engine.statistics import Decision
+from .chunks import check_host
 from .host_work import HostWork
 
 MOST_WORKS: Final = 64
@@ -30,9 +35,12 @@ class Chain(Generic[V]):
 
     Attributes:
         hold_reason: Why each step must be read before the next is launched, or "" if steps can be launched ahead.
+        chunk: How many steps one launch runs, except the first.
     """
 
-    def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str) -> None:
+    def __init__(
+        self, runner: Runner[V], batch: Any, buckets: Buckets, loop: Loop, by_calls: str, chunk: int = 1
+    ) -> None:
         """Check the runner and the batch. Nothing is run yet.
 
         Args:
@@ -41,6 +49,7 @@ class Chain(Generic[V]):
             buckets: The runner's buckets.
             loop: The loop that ranks agreed on.
             by_calls: Why each step is a call of the runner, or "" if steps are replays.
+            chunk: How many steps one launch runs.
         """
         declaration = runner.stage.declaration
         slots = declaration.slots
@@ -69,7 +78,11 @@ class Chain(Generic[V]):
         self._leaving: dict[Hashable, None] = {}  # these three are the next edit
         self._joining: dict[Hashable, None] = {}
         self._writes: list[RowWrite] = []
-        self._check_room(runner.size(batch, NO_SIDE)[-1])
+        requests = runner.size(batch, NO_SIDE)[-1]
+        self._check_room(requests)
+        self.chunk = 1 if by_calls else chunk
+        if self.chunk > 1:
+            check_host(graphs, graphs.get(buckets.fit(requests), self._absent))
         sizes = runner.sizes[buckets.largest]
         self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
         self._edits.check()
@@ -83,6 +96,7 @@ class Chain(Generic[V]):
         self.hold_reason = by_calls or (f"host slot {advancing!r} advances" if advancing else "")
         self._works: dict[tuple[int, int], HostWork] = {}
         self._outputs_of_call: Any = None
+        self._count = 1  # steps of the last launch
 
     def looping(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that hands out the steps. If it ends early, ranks still in the loop are notified."""
@@ -169,14 +183,15 @@ class Chain(Generic[V]):
         self._take_graph()
         return keys
 
-    def go_on(self, *, idle: bool) -> Keys | None:
-        """Run the next step. Raise ReplayError if another batch was filled since.
+    def go_on(self, count: int = 1, *, idle: bool) -> Keys | None:
+        """Run the next steps by one launch. Raise ReplayError if another batch was filled since.
 
         Args:
+            count: How many steps.
             idle: Whether this rank has no request, and none in a step that the user has not got yet.
 
         Returns:
-            The step's requests in the order of their rows, or None if no rank has any, so that no step is run.
+            The steps' requests in the order of their rows, or None if no rank has any, so that no step is run.
         """
         use, clock, filler = self._use, self._graphs.clock, self._graphs.filler
         if use.fills != self._fills:
@@ -197,9 +212,13 @@ class Chain(Generic[V]):
                 filler.order()
             if self._leaving or self._writes or moved or self._prepares:
                 self._prepare(moved=moved)
-            self._replay()
+            if count == 1:
+                self._replay()
+            else:
+                self._captured.chunks[count].replay()
             clock.replays += 1
-            self._counts.replayed(len(self._keys))
+            self._count = count
+            self._counts.replayed(len(self._keys), count)
             if self._hosts.notes:
                 self._hosts.note()
         return self._keys
@@ -278,20 +297,29 @@ class Chain(Generic[V]):
             work = HostWork.of(captured.filling.bucket, live, sides, edits.bucket.fused, whole)
             keep_newest(self._works, MOST_WORKS)[rows, requests] = work
         self._work = work
+        if self.chunk > 1 and not self._graphs.filler.lowering.is_in_graph:
+            counts = self._graphs.filler.live_counts
+            if work.live_counts is None:
+                with outside_inference():
+                    work.live_counts = torch.tensor(work.counts, device=counts.device)
+            counts.copy_(work.live_counts)
         self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)
 
-    def outputs(self) -> Any:
-        """Return the outputs of the last step, for live requests."""
+    def outputs(self) -> list[Any]:
+        """Return, of each step of the last launch, the outputs for live requests and what says who was done before."""
+        requests, each, captured = len(self._keys), self._graphs.rows_each, self._captured
+        done = handed_out(captured.filling.bucket, None)[1]
         if self._by_calls:
-            return self._outputs_of_call
-        each = self._graphs.rows_each
-        return self._captured.live(None if each is None else each * len(self._keys))
+            return [(self._outputs_of_call, done if done is None else done[:requests])]
+        found = [(captured.graph.outputs, done)] if self._count == 1 else captured.chunks[self._count].outputs
+        rows = None if each is None else each * requests
+        return [(cut_live(outputs, rows), cut_live(mask, requests)) for outputs, mask in found]
 
-    def outputs_key(self) -> tuple[int, int] | None:
-        """Return a key for outputs that are the same tensors in each step, or None if they are new tensors."""
+    def outputs_key(self) -> tuple[int, int, int] | None:
+        """Return a key for outputs that are the same tensors in each launch, or None if they are new tensors."""
         if self._by_calls or not self._captured.graph.is_recorded:
             return None
-        return self._captured.rows, len(self._keys)
+        return self._captured.rows, len(self._keys), self._count
 
     def _call(self, *, idle: bool) -> Keys | None:
         """Advance and edit slot by slot, and run the step as a call with a batch of the slots' contents."""
