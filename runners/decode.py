@@ -22,6 +22,7 @@ from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Field, look_up
+from .engine.chunks import Chunks
 from .engine.config import (
     RunnerConfig,
     Wanted,
@@ -445,8 +446,8 @@ class DecodeRunner(RequestRunner[V, Out]):
             for a warm-up or a look. By default all that its operators write is found and put back. A large KV cache
             that a custom operator writes may be too large for that: give the parts that padded rows write, or `()`.
         ranks: The processes that run each step together, in one bucket.
-        chunks: Numbers of steps, such as `(4, 8)`, that `steps(chunk=...)` may launch at once. Each is one more graph of
-            each bucket.
+        chunks: Numbers of steps, such as `(4, 8)`, that `steps(chunk=...)` may launch at once. Each is one more graph
+            of each bucket.
         done: The slot with one bool a request, and with a rule, that says which requests are done. From the next step
             on their rows hold the tails of all other slots on the device, as padded rows do, and `tokens()` of
             `steps()` drops them.
@@ -465,7 +466,9 @@ class DecodeRunner(RequestRunner[V, Out]):
         super().__init__(inputs, step, options, output_rows=TOKENS)
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
-        return {**super()._captures(buffers), "chunks": self._chunks}
+        stage, counts = self.stage, self._chunks
+        chunks = Chunks(stage.backend, counts, len(stage.declaration.counted)) if counts else None
+        return {**super()._captures(buffers), "chunks": chunks}
 
     @overload
     def steps(
@@ -516,8 +519,8 @@ class DecodeRunner(RequestRunner[V, Out]):
                 It is called before their values are there, and computes nothing.
             needs: Slots whose values in later steps `step.needs` predicts, such as `["seq_lens"]`. Each advances by a
                 number and has one number a request.
-            chunk: How many steps one launch runs: 1, or a number that `chunks=` names. The first step is a launch of its
-                own. Edits take effect at the end of a chunk.
+            chunk: How many steps one launch runs: 1, or a number that `chunks=` names. The first step is a launch of
+                its own. Edits take effect at the end of a chunk.
 
         Returns:
             The steps in order, which the device may still be running.

@@ -1,11 +1,16 @@
 """Chunks: several steps in one graph, with the rules of slots between them, and the outputs of each kept apart."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import attrs
 import torch
 
+from ...backends.base import Backend
 from ...dataflow.fill.bucket import Bucket
+from ...dataflow.guard import outside_inference
+from .capture import warm_up
 from .outputs import map_tensors
 
 
@@ -14,19 +19,57 @@ def handed_out(bucket: Bucket, outputs: Any) -> tuple[Any, torch.Tensor | None]:
     return outputs, bucket.views.get(bucket.declaration.done)
 
 
-def steps_in_graph(
-    step: Callable[[], Any], count: int, bucket: Bucket, advance: Callable[[], None], last: Any
-) -> Callable[[], list[Any]]:
-    """Return a call that runs a step several times, and returns what `handed_out` says of each.
+@attrs.frozen(eq=False, slots=False)
+class Chunks:
+    """Makes the graphs of several steps of one runner.
 
-    Args:
-        step: The step, which begins with what a replay of its own graph does.
-        count: How many times.
-        bucket: The bucket.
-        advance: Advances slots between two steps, if the step itself does not.
-        last: The outputs of the step's own graph. Memory that is the same in each step, such as a slot's, is copied
-            before the next step writes it.
+    Attributes:
+        backend: The device.
+        counts: How many steps these graphs run, each more than 1.
+        sizes: How many live counts there are, see `Declaration.counted`.
     """
+
+    backend: Backend
+    counts: Sequence[int]
+    sizes: int
+
+    @functools.cached_property
+    def live(self) -> torch.Tensor:
+        """The live counts that graphs read if no kernel does. While they are 0, nothing advances."""
+        with outside_inference():
+            return torch.zeros(self.sizes, dtype=torch.int64, device=self.backend.device)
+
+    def repeated(self, step: Callable[[], Any], last: Any, bucket: Bucket) -> Iterator[tuple[int, Callable[[], Any]]]:
+        """Yield each number of steps, and what its graph of a bucket runs: it returns what `handed_out` says of each.
+
+        Args:
+            step: What the graph of one step runs.
+            last: The outputs of that graph. Memory that is the same in each step, such as a slot's, is copied before
+                the next step writes it.
+            bucket: The bucket.
+        """
+        advance = self._advance(bucket)
+        for count in self.counts:
+            yield count, _repeated(step, count, bucket, advance, last)
+
+    def _advance(self, bucket: Bucket) -> Callable[[], None] | None:
+        """Return a call that advances slots between two steps, warmed up, or None if each step begins with that."""
+        if bucket.lowering.is_in_graph:
+            return None
+        rules, live = bucket.transition_in_graph, self.live.unbind()
+
+        def advance() -> None:
+            rules.advance(live, live[0] != 0)
+
+        self.live.zero_()
+        warm_up(self.backend, advance)
+        return advance
+
+
+def _repeated(
+    step: Callable[[], Any], count: int, bucket: Bucket, advance: Callable[[], None] | None, last: Any
+) -> Callable[[], list[Any]]:
+    """Return a call that runs a step several times, see `Chunks.repeated`."""
     fixed = set[int]()
 
     def note(tensor: torch.Tensor) -> None:
@@ -37,13 +80,15 @@ def steps_in_graph(
 
     map_tensors(handed_out(bucket, last), note)
 
+    @torch.no_grad()
     def run() -> list[Any]:
         found = list[Any]()
         for number in range(count):
             if number:
                 found[-1] = map_tensors(found[-1], own)
-                advance()
+                if advance is not None:
+                    advance()
             found.append(handed_out(bucket, step()))
         return found
 
-    return torch.no_grad()(run)
+    return run

@@ -438,7 +438,14 @@ def keywords_of(kind: type) -> frozenset[str]:
     return frozenset(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
 
 
-_DEFAULTS: Final[Mapping[str, Any]] = {"sizes": {}, "absent": (), "bind": {}, "keep_bound": False, "output_rows": ..., "chunks": ()}
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "sizes": {},
+    "absent": (),
+    "bind": {},
+    "keep_bound": False,
+    "output_rows": ...,
+    "chunks": (),
+}
 """Defaults of the keywords that are not options, except None. Each runner class has its own `output_rows`."""
 
 

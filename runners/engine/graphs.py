@@ -29,7 +29,6 @@ from ...dataflow.packet import HEAD, WORD, Feed
 from ...dataflow.plan import Absent, packet_bytes
 from ...dataflow.slots import BY_STEP
 from ...dataflow.sources import Side, Sources
-from ...dataflow.views import alias
 from .capture import (
     FORKS,
     Clock,
@@ -41,12 +40,12 @@ from .capture import (
     warm_up,
     with_place,
 )
-from .chunks import steps_in_graph
+from .chunks import Chunks
 from .compiled import CompiledFunctions, compiled_functions
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .current import CurrentStep, with_current
 from .hooks import Coordinator
-from .outputs import Stamped, cut_rows, map_tensors, nbytes_of
+from .outputs import Stamped, cut_live, cut_rows, map_tensors, nbytes_of
 from .stage import Stage
 from .state import Holdings, State, check_writes
 from .statistics import CaptureReport, MemoryAccount, human_bytes
@@ -143,20 +142,6 @@ class Filling:
         else:
             for run in self.compiled:
                 run()
-
-    def advance(self) -> None:
-        """Advance slots between two steps of one graph, unless a step's graph begins with that."""
-        if not self.filler.lowering.is_in_graph:
-            counts = self.filler.live_counts.unbind()
-            self.bucket.transition_in_graph.advance(counts, counts[0] != 0)
-
-    def warm_up_advance(self) -> None:
-        """Warm up `advance` before a capture. No row is live meanwhile, so that all slots keep their contents."""
-        functions, rules = self.filler.functions, self.bucket.transition_in_graph
-        self.filler.live_counts.zero_()
-        if functions is not None and rules.has_functions and not self.filler.lowering.is_in_graph:
-            warm_up(self.filler.stage.backend, lambda: rules.compile(functions.compile))
-        warm_up(self.filler.stage.backend, self.advance)
 
     def compile(self) -> None:
         """Compile the functions that a graph of the step runs, before its capture. All slots keep their contents."""
@@ -289,14 +274,6 @@ class Filler(Generic[V]):
         return self._tables + self.feed.nbytes
 
     @functools.cached_property
-    def live_counts(self) -> torch.Tensor:
-        """The live counts that graphs of several steps read, as `Declaration.counts` has them; 0 at captures."""
-        with outside_inference():
-            return torch.zeros(
-                len(self.stage.declaration.counted), dtype=torch.int64, device=self.stage.backend.device
-            )
-
-    @functools.cached_property
     def functions(self) -> CompiledFunctions | None:
         """The compiled functions that all buckets share, or None if they run as written."""
         return compiled_functions(self.stage.backend.capabilities, wanted=self.compile_computed)
@@ -426,14 +403,6 @@ class Captured:
         return cut_live(self.graph.outputs, rows)
 
 
-def cut_live(outputs: Any, rows: int | None) -> Any:
-    """Return the first rows of outputs, or all of them.
-
-    The tensors are new, because a caller might change the shape of the graph's own.
-    """
-    return map_tensors(outputs, alias if rows is None else lambda tensor: tensor[:rows])
-
-
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]
 """Runs a whole step for the first time, and returns the state that it changes besides its slots, restored."""
@@ -460,7 +429,7 @@ class GraphSet(Generic[V]):
         recipe: What is captured, or None for the whole step.
         holder: The object from which the tensors that graphs read besides slots are reached.
         parameters: Slots that each replay passes to its graph, by the operator's argument.
-        chunks: Numbers of steps that further graphs of each bucket run.
+        chunks: Makes the steps that further graphs of each bucket run, or None if all run one.
         report: The result of the captures, or None before the first.
         captured: The graphs. Each capture makes a new mapping, since another thread may read the old one.
     """
@@ -477,7 +446,7 @@ class GraphSet(Generic[V]):
     recipe: Recipe | None
     holder: Callable[..., Any] | None
     parameters: Mapping[str, str]
-    chunks: Sequence[int] = ()
+    chunks: Chunks | None = None
     report: CaptureReport | None = None
     captured: Mapping[Key, Captured] = attrs.field(factory=dict)
     _forks: int = attrs.field(factory=lambda: FORKS.count)
@@ -611,19 +580,14 @@ class GraphSet(Generic[V]):
         with capture_errors(), state.kept(), stage.backend.stream():
             given = self._pool, self.config.error_mode, parameters
             graph = around(functools.partial(capture_step, stage.backend, step, *given))
+            repeated = () if self.chunks is None else self.chunks.repeated(step, graph.outputs, filling.bucket)
+            chunks = {count: capture_step(stage.backend, steps, *given) for count, steps in repeated}
         if self.rows_each is not None:
             cut_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering.has_kernel and not filler.lowering.is_in_graph:
             filler.capture_alone(filling, warm=True)
-        captured = Captured(rows, filling, graph, step, state.taken)
-        if self.chunks:
-            filling.warm_up_advance()
-        for count in self.chunks:
-            steps = steps_in_graph(step, count, filling.bucket, filling.advance, graph.outputs)
-            with capture_errors(), state.kept(), stage.backend.stream():
-                captured.chunks[count] = capture_step(stage.backend, steps, *given)
         _ = self.buffers.addresses
-        return captured
+        return Captured(rows, filling, graph, step, state.taken, chunks)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
         """Run the whole step once under a watch, restore its state, and return the state.

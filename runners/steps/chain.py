@@ -4,20 +4,18 @@ import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, Generic
 
-import torch
-
 from ...dataflow.capabilities import DEVICE, HOST, Placement
 from ...dataflow.edits import NOWHERE, Keys, Moves, RowWrite, rearrange
 from ...dataflow.errors import BatchError, ConfigError, RankError, ReplayError, did_you_mean
 from ...dataflow.fill.writers import keep_newest
-from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE, RANKS, linear, look_up
 from ..engine.capture import FORKS
 from ..engine.chunks import handed_out
 from ..engine.config import Buckets
-from ..engine.graphs import GraphSet, cut_live
+from ..engine.graphs import GraphSet
 from ..engine.hooks import Loop
+from ..engine.outputs import cut_live
 from ..engine.runner import Runner
 from ..engine.sampling import rebuilt
 from ..engine.statistics import Decision
@@ -297,12 +295,11 @@ class Chain(Generic[V]):
             work = HostWork.of(captured.filling.bucket, live, sides, edits.bucket.fused, whole)
             keep_newest(self._works, MOST_WORKS)[rows, requests] = work
         self._work = work
-        if self.chunk > 1 and not self._graphs.filler.lowering.is_in_graph:
-            counts = self._graphs.filler.live_counts
+        chunks = self._graphs.chunks
+        if self.chunk > 1 and chunks is not None and not captured.filling.bucket.lowering.is_in_graph:
             if work.live_counts is None:
-                with outside_inference():
-                    work.live_counts = torch.tensor(work.counts, device=counts.device)
-            counts.copy_(work.live_counts)
+                work.live_counts = chunks.live.new_tensor(work.counts)
+            chunks.live.copy_(work.live_counts)
         self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)
 
     def outputs(self) -> list[Any]:

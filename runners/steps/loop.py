@@ -26,7 +26,7 @@ from .chain import Chain
 
 SomeKeys = Iterable[Hashable]
 OutputCopies = tuple[list[Any], list[torch.Tensor], list[torch.Tensor], bool]
-"""Of each step of a launch, outputs in host memory and who was done before, the tensors to copy to and from, and whether
+"""Of a launch: each step's outputs in host memory and who was done before, the tensors to copy to and from, and whether
 they are copied together."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _IN_FLIGHT: Final[list[tuple[Event, OutputCopies]]] = []

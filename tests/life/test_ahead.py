@@ -24,6 +24,7 @@ from tests.runners.models import decoder
 PAGES: Final = Axis("PAGES", fixed=True)
 WIDE, MOST, MODULUS = 5, 16, 10007
 BUCKETS: Final = (1, 2, 4, 8, MOST)
+CHUNKS: Final = (1, 2, 3, 8)
 HEALTH: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 Row = dict[str, Any]
@@ -92,9 +93,10 @@ def plain_rules(row: Row) -> None:
 
 
 @functools.cache
-def runner_on(backend: str, lowering: str | None) -> DecodeRunner[AheadInputs]:
-    """A captured runner, of which each example begins steps anew."""
+def runner_on(backend: str, lowering: str | None, done: str | None = None) -> DecodeRunner[AheadInputs]:
+    """A captured runner, of which each example begins steps anew. done: the slot that ends requests, or None."""
     options: Any = {"backend": backend_of(backend, lowering), "sizes": {PAGES: WIDE}, "output_rows": BATCH}
+    options |= {"chunks": CHUNKS, "done": done}
     if lowering is not None:
         options["lowering"] = lowering
     made: DecodeRunner[AheadInputs] = decoder(AheadInputs, step, buckets=BUCKETS, **options)
@@ -142,10 +144,16 @@ class Steps(RuleBasedStateMachine):
     ways: ClassVar[Sequence[tuple[str, str | None]]] = ()
     taken: ClassVar[int] = 0
 
-    @initialize(data=st.data(), ahead=st.sampled_from([0, 1, 4]))
-    def begin(self, data: st.DataObject, ahead: int) -> None:
+    @initialize(
+        data=st.data(),
+        ahead=st.sampled_from([0, 1, 4]),
+        chunk=st.sampled_from([1, *CHUNKS]),
+        done=st.sampled_from([None, "done"]),
+    )
+    def begin(self, data: st.DataObject, ahead: int, chunk: int, done: str | None) -> None:
         way = data.draw(st.sampled_from(self.ways))
-        self.runner, self.ahead, self.next_key = runner_on(*way), ahead, 0
+        self.runner, self.ahead, self.next_key = runner_on(*way, done), ahead, 0
+        self.chunk, self.ends = chunk, done is not None
         self.start(data.draw(st.lists(rows_of_requests, min_size=1, max_size=6)))
 
     def start(self, rows: Sequence[Row]) -> None:
@@ -153,13 +161,14 @@ class Steps(RuleBasedStateMachine):
         keys = self.new_keys(len(rows))
         self.model: dict[Hashable, Row] = {key: copy.deepcopy(row) for key, row in zip(keys, rows, strict=True)}
         self.alive, self.news, self.history = {*keys}, dict[int, list[Act]](), list[dict[Hashable, int]]()
+        self.done = list[set[Hashable]]()  # of each step, whose rows are done
         self.gone, self.counted = (
             dict[int, int](),
             set[int](),
         )  # by key the step without it; whose rows count until then
         device = self.runner.stage.backend.device
         batch = batch_of(rows, device, lists=len(rows) % 2 == 0)
-        self.steps = self.runner.steps(batch, keys=keys, ahead=self.ahead, needs=["lens"])
+        self.steps = self.runner.steps(batch, keys=keys, ahead=self.ahead, needs=["lens"], chunk=self.chunk)
         self.step: LaunchedStep | None = None
         self.proceed(1)
 
@@ -190,15 +199,20 @@ class Steps(RuleBasedStateMachine):
                     plain_rules(row)
             for act in self.news.get(len(self.history), ()):
                 act(self.model)
+            self.done.append({key for key, row in self.model.items() if self.ends and row["done"]})
+            for key in self.done[-1]:  # as padded rows
+                self.model[key] |= {name: PADS[name] for name in PADS}
+                self.model[key] |= {"pages": [PADS["pages"]] * WIDE, "rope": [PADS["rope"]] * 3}
             for row in self.model.values():
                 row["made"] = plain_step(row, len(self.model))
             self.history.append({key: row["made"] for key, row in self.model.items()})
         want = self.history[step.number]
         assert dict(zip(step.keys, step.outputs.tolist(), strict=True)) == want
-        assert dict(step.tokens()) == {key: one for key, one in want.items() if key in self.alive | self.counted}
-        later = self.ahead == 0
-        if later:
-            assert step.needs("lens") == {key: self.model[key]["lens"] + 1 for key in self.alive}
+        counting = (self.alive | self.counted) - self.done[step.number]
+        assert dict(step.tokens()) == {key: one for key, one in want.items() if key in counting}
+        chunk = step._loop._chain.chunk
+        if self.ahead == 0 and step.lands not in self.news and not self.ends:
+            assert step.needs("lens") == {key: self.model[key]["lens"] + chunk for key in self.alive}
         chain: Chain[Any] = step._loop._chain
         keys, bucket = chain._keys, self.runner.buckets.fit(len(chain._keys))
         assert bucket is not None
@@ -285,7 +299,7 @@ class Steps(RuleBasedStateMachine):
     @rule(data=st.data(), where=st.sampled_from(["write", "send", "replay", "step"]))
     def break_off(self, data: st.DataObject, where: str) -> None:
         """A step that breaks off in the middle ends the loop; the runner takes the next one."""
-        self.proceed(1)  # with all news before
+        self.proceed(self.chunk)  # with all news before
         assert self.step is not None
         keys, chain = sorted(self.alive), self.step._loop._chain
         self.step.edit([keys[0]], lens=[9])
@@ -293,7 +307,7 @@ class Steps(RuleBasedStateMachine):
             broken(chain, where) as is_there,
             pytest.raises(Exception, match="was to") if is_there else (contextlib.nullcontext()),
         ):
-            for _ in range(self.ahead + 2):
+            for _ in range((self.ahead + 2) * self.chunk):
                 next(self.steps)
         self.start(data.draw(st.lists(rows_of_requests, min_size=1, max_size=6)))
 
@@ -312,8 +326,8 @@ def broken(chain: Any, where: str) -> Iterator[bool]:
         finally:
             SHOULD_RAISE[0] = False
         return
-    place: Any = {"write": chain._edits, "send": chain._edits, "replay": chain}[where]
-    name = {"write": "write", "send": "send", "replay": "_replay"}[where]
+    replayed = (chain, "_replay") if chain.chunk == 1 else (chain._captured.chunks[chain.chunk], "replay")
+    place, name = {"write": (chain._edits, "write"), "send": (chain._edits, "send"), "replay": replayed}[where]
     is_there = where == "replay" or (where == "write") == (chain._edit_graph is None)
     if chain._by_calls or not is_there:
         yield False
