@@ -30,9 +30,9 @@ def with_done(declaration: Declaration, name: str) -> Declaration:
     slot = declaration.slots[name]
     rule = slot.advances()
     fits = (slot.shape, slot.dtype, slot.placement, slot.optional) == (shape_of(BATCH), torch.bool, DEVICE, False)
-    if not (fits and isinstance(slot, Copied) and rule is not None) or rule.writes_out:
+    if rule is None or not (fits and isinstance(slot, Copied)):
         raise ConfigError(
-            f"done names {name!r}: name a copied slot on the device with one bool a request, whose rule returns it: "
+            f"done names {name!r}: name a copied slot on the device with one bool a request and a rule: "
             "copied(BATCH, dtype=torch.bool, pad=True, then=lambda next_ids: next_ids == END)"
         )
 

@@ -349,7 +349,7 @@ def test_steps_ahead_make_the_same_tokens(
 def test_several_steps_in_one_launch_make_the_same_tokens(
     generate: Generate, synchronous: Callable[..., Any], argv: tuple[str, ...], ahead: int, chunk: int, backend: str
 ) -> None:
-    """Requests end within a chunk, which stores nothing of them beyond their last tokens; others join and take pages."""
+    """Requests end within a chunk, which stores nothing behind their last tokens; others join and take pages."""
     given = ("--backend", backend, "--ahead", str(ahead), "--chunk", str(chunk), "--no-verify")
     status, report, _ = generate(*argv, *given)
     expected = synchronous(*argv)

@@ -1,4 +1,4 @@
-"""Several steps in one launch beside single steps: the same tokens, slots and caches, whatever rules and news there are."""
+"""Several steps in one launch beside single steps: the same tokens, slots and caches, by any rules and news."""
 
 import os
 import random
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, computed, copied, output
-from slotgraph.backends import Backend, load
-from slotgraph.errors import ConfigError
+from slotgraph.backends import Backend
 from slotgraph.extend import LaunchedStep
 from tests.packing import NAME, backend_of
 
@@ -197,7 +196,7 @@ def run(schedule: Schedule, act: Act, steps: int | None, **options: Any) -> Told
 
 def play(game: Game, seed: int) -> None:
     """Run chunks with random news, and single steps with the same news: nothing differs."""
-    draw = random.Random(seed)  # noqa: S311 - a game
+    draw = random.Random(seed)
     schedule, chunk, ahead = Schedule(game, draw), draw.choice((1, *CHUNKS)), draw.randrange(3)
     steps = draw.randrange(2, 30)
     several = run(schedule, schedule.invent, steps, chunk=chunk, ahead=ahead)
@@ -225,7 +224,7 @@ def play_all(ways: Any, runs: int, each: int = 40) -> None:
     """Play so many games on each way, with other rules after some."""
     for way in ways:
         for number in range(0, runs, each):
-            draw = random.Random(number)  # noqa: S311 - a game
+            draw = random.Random(number)
             game = Game.of(draw, backend_of(*way), way[1], in_slot=number // each % 2 == 0)
             for seed in range(number, min(number + each, runs)):
                 play(game, seed)

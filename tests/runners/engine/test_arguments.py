@@ -142,7 +142,10 @@ def test_signatures_have_every_keyword(runner: str) -> None:
     kind: Any = RUNNERS[runner]
     signature = inspect.signature(kind)
     assert not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
-    config, own = RunnerConfig(), {"sizes": {}, "absent": (), "bind": {}, "keep_bound": False, "output_rows": ..., "chunks": ()}
+    config, own = (
+        RunnerConfig(),
+        {"sizes": {}, "absent": (), "bind": {}, "keep_bound": False, "output_rows": ..., "chunks": ()},
+    )
     for name in keywords_of(kind) - {"chained"}:
         default = signature.parameters[name].default
         assert default is inspect.Parameter.empty or default == getattr(config, name, own.get(name)), name

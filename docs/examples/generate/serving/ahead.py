@@ -53,7 +53,8 @@ class AheadEngine(Engine):
             self._let_go(self._launched)
             if admitted := self._admit():
                 batch, self._launched = self._prefilled(admitted, 0), 0
-                self._steps = self.decode.steps(batch, keys=admitted, ahead=self._ahead, needs=["positions"], chunk=self._chunk)
+                given: Any = {"ahead": self._ahead, "needs": ["positions"], "chunk": self._chunk}
+                self._steps = self.decode.steps(batch, keys=admitted, **given)
         self.work.steps += 1
         return True
 
