@@ -23,11 +23,11 @@ Act = Callable[[LaunchedStep], object]
 Rule = Callable[..., torch.Tensor]
 
 
-def place(pages: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def place(pages: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
     """Where a request's token is stored; positions beyond its last page stay in that."""
     inside = positions.clamp(0, WIDE * PAGE - 1)
-    page = pages.gather(1, (inside // PAGE)[:, None].long())[:, 0]
-    return page * PAGE + inside % PAGE
+    page = pages.gather(1, (inside // PAGE)[:, None])[:, 0]
+    out.copy_(page * PAGE + inside % PAGE)
 
 
 class Base(Inputs):

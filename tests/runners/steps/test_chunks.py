@@ -23,7 +23,7 @@ class Counting(Inputs):
 
 class Ending(Counting):
     done: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=True, then=lambda made: made == END)
-    places: torch.Tensor = computed(lambda lens: lens.to(torch.int64), shape=TOKENS, dtype=CACHE_LOC)
+    places: torch.Tensor = computed(lambda lens, out: out.copy_(lens), shape=TOKENS, dtype=CACHE_LOC)
 
 
 def count(view: Counting) -> torch.Tensor:
