@@ -41,7 +41,7 @@ def with_done(declaration: Declaration, name: str) -> Declaration:
         return given[name] | rule.function(**{need: given[need] for need in rule.needs})
 
     then = Compute(ends, tuple(dict.fromkeys([*rule.needs, name])), writes_out=False)
-    slots = {**declaration.slots, name: attrs.evolve(slot, then=then)}
+    slots = {**declaration.slots, name: attrs.evolve(slot, then=then)}  # type: ignore[arg-type] # its converter takes it
     return attrs.evolve(declaration, slots=MappingProxyType(slots), done=name)
 
 
@@ -68,4 +68,4 @@ def resets(declaration: Declaration, views: Views, sizes: Sizes, capabilities: C
                 number = torch.full((), resolve_value(rule.value, capabilities, sizes), dtype=view.dtype, device="cpu")
             compute = Compute(_resetter(*rows, words(number).item()), ("done", "slot"), writes_out=False)
             known = {"done": done, "slot": target}
-            yield Computation.bind(name, declaration, known, target, compute)
+            yield Computation.bind(f"{name} of requests that are done", declaration, known, target, compute)

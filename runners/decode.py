@@ -44,7 +44,7 @@ from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .steps.chain import Chain
-from .steps.chunks import check_chunk, checked_chunks
+from .steps.chunks import checked_chunks, counts_of
 from .steps.loop import LaunchedStep, StepLoop
 
 Read = TypeVar("Read")
@@ -479,7 +479,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: None = None,
         needs: Collection[str] = (),
-        chunk: int = 1,
+        chunk: int | Literal["auto"] = 1,
     ) -> Iterator[LaunchedStep[Out]]: ...
 
     @overload
@@ -491,7 +491,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: Callable[[Out], Read],
         needs: Collection[str] = (),
-        chunk: int = 1,
+        chunk: int | Literal["auto"] = 1,
     ) -> Iterator[LaunchedStep[Read]]: ...
 
     def steps(
@@ -502,7 +502,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: Callable[[Any], Any] | None = None,
         needs: Collection[str] = (),
-        chunk: int = 1,
+        chunk: int | Literal["auto"] = 1,
     ) -> Iterator[LaunchedStep[Any]]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
@@ -520,7 +520,8 @@ class DecodeRunner(RequestRunner[V, Out]):
             needs: Slots whose values in later steps `step.needs` predicts, such as `["seq_lens"]`. Each advances by a
                 number and has one number a request.
             chunk: How many steps one launch runs: 1, or a number that `chunks=` names. The first step is a launch of
-                its own. Edits take effect at the end of a chunk.
+                its own. Edits take effect at the end of a chunk. "auto" begins with 1, takes the next larger number
+                when the device has run out of work before a launch, and runs 1 while requests are about to join.
 
         Returns:
             The steps in order, which the device may still be running.
@@ -534,7 +535,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         """
         checked("ahead", "a number of steps, 0 or more", ahead, int, 0)
         needs = checked_names("needs", needs)
-        check_chunk(chunk, self._chunks)
+        counts = counts_of(chunk, self._chunks)
         if read is not None:
             check_step("read", read, "a step's outputs, which chooses parts of them")
         why = ""  # steps are calls of the runner, not replays
@@ -548,5 +549,5 @@ class DecodeRunner(RequestRunner[V, Out]):
             decision = self.decide(batch)
             if decision.bucket is None:
                 raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
-            chain = Chain(self, batch, self.buckets, loop, why, chunk)
-            return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))
+            chain = Chain(self, batch, self.buckets, loop, why, counts[-1])
+            return iter(StepLoop(self, chain, batch, keys, ahead, read, needs, counts))

@@ -41,7 +41,8 @@ def check_moves(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     faults = collections.defaultdict[str, list[str]](list)
     for (rows, _), captured in trial.graphs.captured.items():
         try:
-            captured.graph.check_addresses()
+            for graph in captured.graphs:
+                graph.check_addresses()
         except ReplayError as error:
             faults[str(error)].append(str(rows))
     for fault, buckets in faults.items():

@@ -153,6 +153,11 @@ class Chain(Generic[V]):
         self._writes.append(self._edits.take_known(*given) or self._edits.admit(*given))
 
     @property
+    def is_joined(self) -> bool:
+        """Whether requests join before the next step."""
+        return bool(self._joining)
+
+    @property
     def _requests(self) -> int:
         """The number of live requests in the next step."""
         return len(self._rows) + len(self._joining) - len(self._leaving)

@@ -22,11 +22,14 @@ def checked_chunks(chunks: Any, ranks: object) -> tuple[int, ...]:
     return found
 
 
-def check_chunk(chunk: Any, chunks: Collection[int]) -> None:
-    """Raise ConfigError if there is no graph of so many steps."""
-    if type(chunk) is not int or chunk not in (1, *chunks):
-        known = ", ".join(map(str, (1, *chunks)))
-        refuse("chunk", f"one of {known}, which this runner captures; name others in chunks=", chunk)
+def counts_of(chunk: Any, chunks: Collection[int]) -> tuple[int, ...]:
+    """Return the numbers of steps that launches may run: one, or all that have graphs. Raise ConfigError for others."""
+    every = (1, *chunks)
+    if type(chunk) is not int or chunk not in every:
+        if chunk == "auto":
+            return every
+        refuse("chunk", f"one of {', '.join(map(str, every))}, which this runner captures, or 'auto'", chunk)
+    return (chunk,)
 
 
 def check_host(graphs: GraphSet[Any], captured: Captured | None) -> None:

@@ -6,7 +6,7 @@ are copied to a ring of host memory, and each step waits only for its own copy.
 
 import collections
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic
 
 import torch
@@ -39,6 +39,7 @@ class LaunchedStep(Generic[Out]):
     Attributes:
         number: Its number, from 0.
         keys: The key of each live request, in the order of the rows.
+        launch: The number of its launch, from 0.
     """
 
     def __init__(self, loop: "StepLoop[Any, Out]", number: int, keys: Keys, outputs: Any, launch: int) -> None:
@@ -46,7 +47,7 @@ class LaunchedStep(Generic[Out]):
         self.keys: tuple[Any, ...] = keys
         self._loop = loop
         self._outputs, self._done = outputs
-        self._launch = launch
+        self.launch = launch
 
     def __repr__(self) -> str:
         """Return its number and its number of requests. Waits for nothing."""
@@ -61,7 +62,7 @@ class LaunchedStep(Generic[Out]):
         Raises:
             StaleOutputError: The launch `ahead` + 2 later, which uses the same host memory, has been.
         """
-        return self._loop.read(self.number, self._launch, self._outputs)
+        return self._loop.read(self.number, self.launch, self._outputs)
 
     @property
     def lands(self) -> int:
@@ -153,7 +154,7 @@ class StepLoop(Generic[V, Out]):
         launches: How many launches these were.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - those of `steps`
         self,
         runner: Runner[V, Any],
         chain: Chain[V],
@@ -162,8 +163,12 @@ class StepLoop(Generic[V, Out]):
         ahead: int,
         read: Callable[[Any], Any] | None,
         needs: Iterable[str],
+        counts: Sequence[int] = (1,),
     ) -> None:
-        """Check the keys of the first batch. Nothing is run yet. The other arguments are those of `steps`."""
+        """Check the keys of the first batch. Nothing is run yet. The other arguments are those of `steps`.
+
+        counts: The numbers of steps that launches may run, in ascending order.
+        """
         requests = runner.size(batch, NO_SIDE)[-1]
         first = keys_in(range(requests) if keys is None else keys, "steps(batch, keys={})")
         different = len({*first})
@@ -179,6 +184,7 @@ class StepLoop(Generic[V, Out]):
         self._batch = batch
         self._read = read
         self._ahead = 0 if chain.hold_reason else ahead
+        self._counts, self._size = counts if chain.chunk > 1 else (1,), 0
         self._hold_reason = ""
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # by key, the first step of each request that has not left
@@ -218,11 +224,14 @@ class StepLoop(Generic[V, Out]):
                 while self._since or waiting or others:
                     held = self._hold_reason or self._chain.hold_reason
                     self._hold_reason = ""
-                    count = 1 if held else self._chain.chunk
-                    while (self._since or others) and len(waiting) <= (0 if held else self._ahead * count):
+                    most = 0 if held else self._ahead  # launches whose first step is not handed out
+                    while (self._since or others) and self.launches <= most + (
+                        waiting[0].launch if waiting else self.launches
+                    ):
                         launch = self._launch
                         if profiler._is_profiler_enabled:  # noqa: SLF001 - torch has no public name
                             launch = profiler.record_function("slotgraph:step")(launch)
+                        count = 1 if held else self._next_count()
                         steps = launch(count, idle=not self._since and not any(one.keys for one in waiting))
                         if not steps:
                             return
@@ -236,6 +245,13 @@ class StepLoop(Generic[V, Out]):
             self._has_ended = True
             flights = (*_IN_FLIGHT, *self._in_flight.values())
             _IN_FLIGHT[:] = [(event, copies) for event, copies in flights if not event.query()]
+
+    def _next_count(self) -> int:
+        """Return how many steps the next launch runs: more from now on if the device has nothing left to do."""
+        counts, last = self._counts, self._events[(self.launches - 1) % len(self._ring)]
+        if self._size < len(counts) - 1 and last is not None and last.query():
+            self._size += 1
+        return 1 if len(counts) > 1 and self._chain.is_joined else counts[self._size]
 
     def _launch(self, count: int, *, idle: bool) -> list[LaunchedStep[Out]]:
         """Launch the next steps, with the edit before them. Return none if no rank has a request."""

@@ -1,5 +1,6 @@
 """Several steps in one launch, beside single steps and beside a loop by hand. Run with -s to see the tables."""
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -73,7 +74,7 @@ class ByHand:
         with torch.no_grad(), backend.stream():
             steps(places[0])
             backend.synchronize()
-            self.graphs = [backend.capture(lambda place=place: steps(place), pool=pool) for place in places]
+            self.graphs = [backend.capture(functools.partial(steps, place), pool=pool) for place in places]
 
     def launches(self) -> Iterator[Sequence[Sequence[int]]]:
         """Hand out tokens of each launch, one launch ahead."""
@@ -140,12 +141,9 @@ def test_several_steps_in_one_launch(backend: Backend, device_time: str, rows: i
     with mock.patch.object(runner.coordinator, "wait", timed_wait):
         for _ in range(2 if is_host else ROUNDS):
             for chunk, hand in hands.items():
-                own = timed(
-                    lambda chunk=chunk: runner.steps(batch, ahead=1, chunk=chunk),
-                    lambda step: step.tokens(),
-                    lambda: waits[0],
-                )
-                other = timed(hand.tokens, lambda _: None, lambda hand=hand: hand.waited)
+                begin = functools.partial(runner.steps, batch, ahead=1, chunk=chunk)
+                own = timed(begin, lambda step: step.tokens(), lambda: waits[0])
+                other = timed(hand.tokens, lambda _: None, functools.partial(getattr, hand, "waited"))
                 for name, (us, of_host) in ((f"steps, chunk={chunk}", own), (f"by hand, {chunk} steps", other)):
                     whole.setdefault(name, []).append(us)
                     host.setdefault(name, []).append(of_host)

@@ -87,7 +87,8 @@ class Game:
             live = torch.arange(seen.shape[1], device=seen.device) <= view.positions[:, None]
             other = view.lens + view.rope.sum(0) + view.scale.to(torch.int64) + view.pair.real.to(torch.int64).sum(1)
             view.made.copy_(((seen * live).sum(1) * 7 + other + view.seed + view.whole + view.ids) % MODULUS)
-            return view.made if in_slot else view.made * 1
+            made: torch.Tensor = view.made
+            return made if in_slot else made * 1
 
         runner: DecodeRunner[Any] = DecodeRunner(
             declared(draw),

@@ -104,7 +104,11 @@ def test_whoever_is_done_is_handed_out_once(backend: Backend) -> None:
     runner = runner_of(backend, Ending, done="done")
     for chunk in (1, 4):
         loop = runner.steps({**two(ids=[36, 10]), "done": [False, False]}, keys=[*"ab"], chunk=chunk, ahead=2)
-        said = [dict((step := next(loop)).tokens()) for _ in range(13)]
+        step = next(loop)
+        said = [dict(step.tokens())]
+        for _ in range(12):
+            step = next(loop)
+            said.append(dict(step.tokens()))
         assert [row["a"] for row in said if "a" in row] == [37, 38, 39, 40]
         assert [row["b"] for row in said] == [*range(11, 24)]
         buffers = runner.graphs.buffers
@@ -128,8 +132,7 @@ def test_holding_launches_single_steps(backend: Backend) -> None:
     """Nothing is launched until all was handed out, and then one step: `lands` is the very next."""
     runner = runner_of(backend)
     loop = runner.steps(two(), chunk=4, ahead=1)
-    for _ in range(5):
-        step = next(loop)
+    step = [next(loop) for _ in range(5)][-1]
     step.hold("grammar")
     assert step.lands == 9
     for _ in range(4):
@@ -157,6 +160,26 @@ def test_numbers_of_steps_are_checked(chunks: Any) -> None:
     """Whole numbers of at least 1."""
     with pytest.raises(ConfigError, match="chunks: expected numbers of steps"):
         DecodeRunner(Counting, count, chunks=chunks, backend="cpu")
+
+
+def test_auto_grows_while_the_device_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the next larger number of steps then, and single steps while requests join; needs cover the largest."""
+    is_idle = [False]
+    monkeypatch.setattr("slotgraph.backends.cpu.HostEvent.query", lambda _: is_idle[0])
+    launches, lands = dict[int, int](), 0
+    for step in runner_of("cpu-capture", chunks=(3, 4)).steps(two(), chunk="auto", ahead=1, needs=["lens"]):
+        launches[step.launch] = launches.get(step.launch, 0) + 1
+        if step.number == 0:
+            assert step.needs("lens") == {0: 5 + 3 * 2, 1: 9 + 3 * 2}
+        is_idle[0] = step.launch >= 4
+        if step.launch == 9:
+            if launches[9] == 1:
+                step.join({"ids": [1], "lens": [2]}, ["c"])
+            lands = step.lands
+        if step.launch == 13:
+            break
+    assert [*launches.values()][:-1] == [1, 1, 1, 1, 1, 1, 3, 4, 4, 4, 4, 1, 4]
+    assert lands == 6 + 3 + 4 * 4
 
 
 @pytest.mark.parametrize("chunk", [0, 2, 8, True, "4", None], ids=str)
