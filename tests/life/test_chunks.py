@@ -176,13 +176,17 @@ def run(schedule: Schedule, act: Act, steps: int | None, **options: Any) -> Told
     game, told, (keys, rows) = schedule.game, Told(), schedule.first
     game.cache.zero_()
     loop, told_of = game.runner.steps(rows, keys=keys, needs=["positions"], **options), 0
+    lands, needed, reserved = 0, dict[Hashable, int](), dict[Hashable, int]()
     for step in loop:
+        if step.lands > lands:
+            lands, reserved = step.lands, needed  # what was said last before the launch
         told.rows.append(dict(step.tokens()))
         if steps is not None and step.number + 1 >= steps:
             break
         if step.lands > told_of:
             told_of = step.lands
             act(step)
+        needed = step.needs("positions")
     buffers = game.runner.graphs.buffers
     chain: Any = step._loop._chain
     count, told.cache = len(chain._keys), game.cache[PAGE:].cpu()
@@ -191,6 +195,8 @@ def run(schedule: Schedule, act: Act, steps: int | None, **options: Any) -> Told
         for dim in slot.varying:
             view = view.narrow(dim, 0, count)
         told.slots[name] = view.cpu().clone()
+    for key, position in zip(chain._keys, told.slots["positions"].tolist(), strict=True):
+        assert position <= reserved.get(key, position)
     told.rows += [dict[Hashable, int]() for _ in range(step.lands - len(told.rows))]
     return told
 
@@ -235,3 +241,10 @@ def play_all(ways: Any, runs: int, each: int = 40) -> None:
 def test_chunks_do_what_single_steps_do(way: tuple[str, str]) -> None:
     """Random rules, ends, joins, leaves and edits: tokens, slots and caches are those of single steps."""
     play_all([way], RUNS // len(WAYS), each=250 if THOROUGH else 10)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
+def test_chunks_do_what_single_steps_do_on_cuda(lowering: str) -> None:
+    """The same by graphs of a device."""
+    play_all([("cuda", lowering)], RUNS // 2, each=250 if THOROUGH else 15)
