@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, computed, copied, output, staged
+from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, check, computed, copied, output, staged
 from slotgraph.backends import Backend, load
 from slotgraph.errors import ConfigError, SlotGraphError, StaleOutputError
 from slotgraph.ranks import Ranks
@@ -284,3 +284,10 @@ def test_graphs_of_several_steps_share_memory() -> None:
     assert one is not None
     assert several is not None
     assert several.memory.graphs <= 2.2 * one.memory.graphs  # both graphs, the single step's and the chunk's
+
+
+@pytest.mark.parametrize("lowering", ["foreach", "in_graph"])
+def test_check_knows_that_rows_of_done_requests_hold_the_tail(lowering: str) -> None:
+    """Half of the requests that it draws begin done: it finds nothing."""
+    runner = runner_of("cpu-capture", Ending, done="done", lowering=lowering)
+    assert check(runner, progress=False).findings == ()
