@@ -224,15 +224,17 @@ class StepLoop(Generic[V, Out]):
                 while self._since or waiting or others:
                     held = self._hold_reason or self._chain.hold_reason
                     self._hold_reason = ""
-                    most = 0 if held else self._ahead  # launches whose first step is not handed out
-                    while (self._since or others) and self.launches <= most + (
-                        waiting[0].launch if waiting else self.launches
-                    ):
+                    last = waiting[0].launch if waiting else self.launches
+                    if not held:
+                        last += self._ahead
+                    while (self._since or others) and self.launches <= last:
                         launch = self._launch
                         if profiler._is_profiler_enabled:  # noqa: SLF001 - torch has no public name
                             launch = profiler.record_function("slotgraph:step")(launch)
-                        count = 1 if held else self._next_count()
-                        steps = launch(count, idle=not self._since and not any(one.keys for one in waiting))
+                        steps = launch(
+                            1 if held else self._next_count(),
+                            idle=not self._since and not any(one.keys for one in waiting),
+                        )
                         if not steps:
                             return
                         waiting.extend(steps)
@@ -248,10 +250,12 @@ class StepLoop(Generic[V, Out]):
 
     def _next_count(self) -> int:
         """Return how many steps the next launch runs: more from now on if the device has nothing left to do."""
-        counts, last = self._counts, self._events[(self.launches - 1) % len(self._ring)]
-        if self._size < len(counts) - 1 and last is not None and last.query():
+        if len(self._counts) == 1:
+            return self._counts[0]
+        last = self._events[(self.launches - 1) % len(self._ring)]
+        if self._size < len(self._counts) - 1 and last is not None and last.query():
             self._size += 1
-        return 1 if len(counts) > 1 and self._chain.is_joined else counts[self._size]
+        return 1 if self._chain.is_joined else self._counts[self._size]
 
     def _launch(self, count: int, *, idle: bool) -> list[LaunchedStep[Out]]:
         """Launch the next steps, with the edit before them. Return none if no rank has a request."""
@@ -273,7 +277,11 @@ class StepLoop(Generic[V, Out]):
         place = launch % len(self._ring)
         self._events[place] = event = self._backend.event(self._events[place])
         self._in_flight[launch] = event, copies
-        return [LaunchedStep(self, number + step, keys, one, launch) for step, one in enumerate(outputs)]
+        steps: list[LaunchedStep[Out]] = []
+        for one in outputs:
+            steps.append(LaunchedStep(self, number, keys, one, launch))
+            number += 1
+        return steps
 
     def _copies(self, launch: int) -> OutputCopies:
         """Return the copies of a launch's outputs.
