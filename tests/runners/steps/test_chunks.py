@@ -290,4 +290,5 @@ def test_graphs_of_several_steps_share_memory() -> None:
 def test_check_knows_that_rows_of_done_requests_hold_the_tail(lowering: str) -> None:
     """Half of the requests that it draws begin done: it finds nothing."""
     runner = runner_of("cpu-capture", Ending, done="done", lowering=lowering)
+    assert "reset   rows of all other slots where done is true" in runner.plan(2).lines()
     assert check(runner, progress=False).findings == ()
