@@ -176,6 +176,7 @@ def run(schedule: Schedule, act: Act, steps: int | None, **options: Any) -> Told
     game, told, (keys, rows) = schedule.game, Told(), schedule.first
     game.cache.zero_()
     loop, told_of = game.runner.steps(rows, keys=keys, needs=["positions"], **options), 0
+    step: Any = None
     lands, needed, reserved = 0, dict[Hashable, int](), dict[Hashable, int]()
     for step in loop:
         if step.lands > lands:

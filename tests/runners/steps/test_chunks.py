@@ -147,7 +147,8 @@ def test_holding_launches_single_steps(backend: Backend) -> None:
 
 def test_watched_steps_and_other_lowerings_run_one_by_one() -> None:
     """As without chunks, with the same tokens."""
-    for options in ({"lowering": "fused"}, {"lowering": "slot_by_slot"}, {"debug": True}):
+    ways: list[dict[str, Any]] = [{"lowering": "fused"}, {"lowering": "slot_by_slot"}, {"debug": True}]
+    for options in ways:
         for step in runner_of("cpu-capture", **options).steps(two(), chunk=4, ahead=1):
             assert step.lands == step.number + 1
             assert step.tokens() == [(0, 11 + step.number), (1, 21 + step.number)]
