@@ -36,9 +36,11 @@ def with_done(declaration: Declaration, name: str) -> Declaration:
             "copied(BATCH, dtype=torch.bool, pad=True, then=lambda next_ids: next_ids == END)"
         )
 
+    own, parameters = name.partition(".")[0], [*rule.arguments(dict.fromkeys(rule.needs))]
+
     @functools.wraps(rule.function)
     def ends(**given: Any) -> Any:
-        return given[name] | rule.function(**{need: given[need] for need in rule.needs})
+        return given[own] | rule.function(**{one: given[one] for one in parameters})
 
     then = Compute(ends, tuple(dict.fromkeys([*rule.needs, name])), writes_out=False)
     slots = {**declaration.slots, name: attrs.evolve(slot, then=then)}  # type: ignore[arg-type] # its converter takes it

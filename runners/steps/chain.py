@@ -165,7 +165,6 @@ class Chain(Generic[V]):
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
         """Change slots of requests before the next step. If it raises BatchError, nothing is changed."""
         runner, declaration = self._runner, self._runner.stage.declaration
-        slots = declaration.by_slot(slots)
         for name in slots:
             if name not in declaration.sources or name in self._absent:
                 near = did_you_mean(name, declaration.sources.keys() - self._absent)

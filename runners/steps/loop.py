@@ -427,7 +427,7 @@ class StepLoop(Generic[V, Out]):
 
     def edit(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.edit`."""
-        some = self._live_keys(keys, "edit({}, ...)")
+        some, slots = self._live_keys(keys, "edit({}, ...)"), self._runner.stage.declaration.by_slot(slots)
         self._chain.edit(some, slots)
         for name, rows in slots.items():
             self._note_rows(name, some, rows)
@@ -435,6 +435,7 @@ class StepLoop(Generic[V, Out]):
     def append(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.append`."""
         some, ragged = self._live_keys(keys, "append({}, ...)"), self._ragged
+        slots = self._runner.stage.declaration.by_slot(slots)
         for name in slots:
             if name not in ragged:
                 raise BatchError(f"append names {name!r}: name ragged slots that only the host writes, {[*ragged]}")

@@ -1,14 +1,29 @@
 """Several steps in one launch: what is launched, what is handed out until when, what is reserved, what is refused."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 from unittest import mock
 
 import pytest
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, check, computed, copied, output, staged
+from slotgraph import (
+    BATCH,
+    CACHE_LOC,
+    TOKENS,
+    Axis,
+    DecodeRunner,
+    Inputs,
+    check,
+    computed,
+    constant,
+    copied,
+    output,
+    staged,
+)
 from slotgraph.backends import Backend, load
 from slotgraph.errors import ConfigError, SlotGraphError, StaleOutputError
+from slotgraph.extend import Group, fills
 from slotgraph.ranks import Ranks
 from tests.packing import backend_of
 
@@ -126,6 +141,61 @@ def test_a_request_that_begins_done_is_as_a_padded_row(backend: Backend) -> None
         view = runner.fill({**two(), "done": torch.tensor([True, False], device=backend.device)})
         assert runner.replay(view)[1].item() == 21
         assert (view.ids[:2].tolist(), view.lens[:2].tolist()) == ([0, 20], [1, 5])
+
+
+@fills("less", "more")
+def around(lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two slots by one call."""
+    return lens - 1, lens + 1
+
+
+KINDS: Final = Group("full", "sliding")
+PAGES: Final = Axis("PAGES", fixed=True)
+Tables = Mapping[str, torch.Tensor]
+
+
+class Grouped(Ending):
+    tables: Tables = copied(BATCH, PAGES, dtype=torch.int32, pad=-1, ragged=True, group=KINDS)
+    window: Tables = constant({"full": 1 << 20, "sliding": 4}, dtype=torch.int32, group=KINDS)
+    starts: Tables = computed(
+        lambda lens, window: (lens - window).clamp(min=0), shape=BATCH, dtype=torch.int32, pad=7, group=KINDS
+    )
+    less: torch.Tensor = computed(around, shape=BATCH, dtype=torch.int32, pad=5)
+    more: torch.Tensor = computed(around, shape=BATCH, dtype=torch.int32, pad=6)
+
+
+def total(view: Grouped) -> torch.Tensor:
+    """A number of all slots, padded rows included."""
+    pages = view.tables["full"].sum(1) + 2 * view.tables["sliding"].sum(1)
+    filled = view.starts["sliding"] + 3 * view.less + 5 * view.more
+    return view.made.copy_((view.ids + pages + filled + filled.sum()) % 50)
+
+
+@pytest.mark.parametrize("done", [None, "done"])
+def test_groups_and_functions_of_several_slots_are_in_chunks(backend: Backend, done: str | None) -> None:
+    """With their tails, and with rows to which values are appended, as in single steps."""
+    runner = runner_of(backend, Grouped, total, done=done, chunks=[3], sizes={PAGES: 4})
+    first = two(tables={"full": [[7, 7], [9]], "sliding": [[5, 6], [8]]}, done=[False, False])
+    found = []
+    for chunk in (1, 3):
+        tokens = []
+        for step in runner.steps(first, keys=[*"ab"], chunk=chunk):
+            tokens.append(dict(step.tokens()))
+            if step.number == 3:
+                one: Any = {"full": [[1]], "sliding": [[2]]}
+                step.join({"ids": [1], "lens": [2], "tables": one, "done": [False]}, ["c"])
+                step.append(["a"], tables={"full": [[4]], "sliding": [[]]})
+            elif step.number == 6:
+                step.edit(["b"], tables={"full": [[3, 3]], "sliding": [[]]})
+                step.append(["b"], tables={"full": [[4]]})
+            elif step.number == 12:
+                step.leave(["a"])
+            elif step.number == 18:
+                step.leave([*"bc"])
+        found.append(tokens[:19])
+    assert found[0] == found[1]
+    tables = runner.graphs.buffers["tables.full"].tensor
+    assert done or [3, 3, 4, -1] in tables.tolist()
 
 
 def test_holding_launches_single_steps(backend: Backend) -> None:
