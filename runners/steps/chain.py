@@ -209,7 +209,7 @@ class Chain(Generic[V]):
         self._take_graph()
         return keys
 
-    def go_on(self, count: int = 1, *, idle: bool) -> Keys | None:
+    def go_on(self, count: int, *, idle: bool) -> Keys | None:
         """Run the next steps by one launch. Raise ReplayError if another batch was filled since.
 
         Args:
