@@ -37,6 +37,7 @@ class Declaration:
         ranks: The runner's ranks, which functions may request.
         arguments: The side arguments that slots read, disabled slots included. None if a custom source may read any.
         following: Axes that no slot has, and whose sizes follow from the runner's relations; see `related`.
+        done: The slot that says which requests are done, or "" if none does; see `.done`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Declaration:
     ranks: Any = None
     arguments: frozenset[str] | None = None
     following: tuple[Axis, ...] = ()
+    done: str = ""
 
     @functools.cached_property
     def groups(self) -> Mapping[str, Mapping[str, str]]:
@@ -144,6 +146,12 @@ class Declaration:
         """Return where a computed slot's function runs: on the device if it needs a slot on it, else on the host."""
         slots = self.slots
         return DEVICE if any(n in slots and slots[n].placement == DEVICE for n in slots[name].needs) else HOST
+
+    @functools.cached_property
+    def read_on_host(self) -> frozenset[str]:
+        """What functions on the host need."""
+        functions = self.functions.items()
+        return frozenset(need for name, one in functions if self.side(name) == HOST for need in one.reads)
 
     def with_live_rows(self) -> "Declaration":
         """Return the declaration with a slot for each axis whose live rows pad the result of a function on the device.

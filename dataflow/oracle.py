@@ -11,6 +11,7 @@ from .buffers import Buffers
 from .capabilities import Capabilities
 from .computation import Computation, Results
 from .declaration import Declaration
+from .done import resets
 from .hostdata import plain_rows, tensor_for
 from .slots import Slot
 from .sources import NO_SIDE, Side
@@ -54,6 +55,8 @@ def fill_slot_by_slot(
             reset_tail(slot, view, capabilities, step)
         if value is not None:
             buffers[name].view(step.live_sizes).copy_(value)
+    for reset in resets(declaration, views, step.padded_sizes, capabilities):
+        reset.run(batch)
     known, results = {**declaration.given(step), **frozen, **views}, Results()
     for name in (name for name in declaration.functions if name not in left):
         view = buffers[name].view(step.padded_sizes)
@@ -88,4 +91,6 @@ def advance_slot_by_slot(
         made = views[name].clone()
         Computation.bind(name, declaration, {**declaration.given(step), **views}, made, rule).run(None)
         live[name].copy_(made[tuple(map(slice, live[name].shape))])
+    for reset in resets(declaration, views, step.padded_sizes, capabilities):
+        reset.run(None)
     return live

@@ -116,6 +116,7 @@ class FillPlan(Shown):
         lowering: How the plan is run.
         packed: Slots on the device whose values the host has, and which foreach calls copy from one packet.
         advances: How slots change in the next step if no batch comes, in the order in which they are written.
+        done: The slot that says which requests are done, so that their rows hold the tails of all others, or "".
     """
 
     declaration: str
@@ -129,6 +130,7 @@ class FillPlan(Shown):
     lowering: LoweringName = "foreach"
     packed: tuple[str, ...] = ()
     advances: tuple[Advance, ...] = ()
+    done: str = ""
 
     @property
     def fused(self) -> tuple[str, ...]:
@@ -161,7 +163,10 @@ class FillPlan(Shown):
             yield f"upload  one packet, then one kernel for {len(self.fused)} slots, {where}"
         if self.packed:
             yield f"upload  {', '.join(self.packed)} in one packet"
-        yield from map(str, (*self.tails, *self.copies, *self.computed, *self.advances))
+        yield from map(str, (*self.tails, *self.copies))
+        if self.done:
+            yield f"reset   rows of all other slots where {self.done} is true"
+        yield from map(str, (*self.computed, *self.advances))
 
     def tables(self) -> Iterator[Table]:
         """Yield the plan, one step a line."""
@@ -294,6 +299,7 @@ class _Planning:
             lowering=self.lowering.name,
             packed=packed,
             advances=tuple(self._advances(present)),
+            done=self.declaration.done,
         )
 
     def _nbytes(self, slot: Slot) -> int:

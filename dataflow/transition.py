@@ -133,7 +133,7 @@ class Transition:
         self._written: dict[str, torch.Tensor] = {}
         with outside_inference():
             for name, value in written.items():
-                if name in names:
+                if name in names or not (lanes is None or name in lanes):
                     like = buffers[name].tensor
                     self._written[name] = torch.full((), value, dtype=like.dtype, device=like.device)
         self._made = {name: view for name, view in made.items() if name in others and declaration.slots[name].varying}
@@ -176,7 +176,7 @@ class Transition:
 
     def leaves(self, lanes: Collection[str]) -> bool:
         """Return whether work is left once a kernel has advanced some lanes: function rules, or other slots."""
-        return bool(self._computations) or not self.sources.keys() <= {*lanes}
+        return bool(self._computations) or not {*self.sources, *self._written} <= {*lanes}
 
     def _compute(self, counts: Sequence[Any], *moves: torch.Tensor) -> None:
         """Run the rules that are functions. This writes no live row of a slot.
@@ -205,6 +205,12 @@ class Transition:
         """
         armed, number, _, _, *counts = head
         moves = [(armed != 0) & (number == self._taken)] if self._apart or self._written else []
+        self.advance(counts, *moves)
+        if moves:
+            self._taken.copy_(number)
+
+    def advance(self, counts: Sequence[torch.Tensor], *moves: torch.Tensor) -> None:
+        """Run functions, and write slots without lanes, in a graph. The arguments are those of `_compute`."""
         self._compute(counts, *moves)
         for slot in self._apart:
             buffer, add = self.sources[slot]
@@ -212,8 +218,6 @@ class Transition:
             is_live = _below(self._masks[slot], counts, *moves)
             value = source + _wrapped(add, source.dtype) if add else source
             torch.where(is_live, value, target, out=target)
-        if moves:
-            self._taken.copy_(number)
 
     def of(self, live: Sizes, lanes: Collection[str] = ()) -> Callable[[], None]:
         """Return a call that advances the live rows of slots with rules, except lanes, which the kernel advances."""

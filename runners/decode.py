@@ -16,12 +16,14 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Dim, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import LoweringName, chosen_lowering
+from ..dataflow.done import with_done
 from ..dataflow.errors import ConfigError, RankError, ReplayError
 from ..dataflow.inputs import V
 from ..dataflow.lowering import LOWERINGS
 from ..dataflow.plan import Absent, FillPlan, Pattern, plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Field, look_up
+from .engine.chunks import Chunks
 from .engine.config import Buckets, RunnerConfig, Wanted, checked, checked_keys, config_of, patterns_of
 from .engine.graphs import Captured, Filler, GraphSet, ReadBatch
 from .engine.hooks import watchers_of
@@ -44,6 +46,7 @@ from .engine.statistics import CaptureReport, Decision, PathName, Why
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .steps.chain import Chain
+from .steps.chunks import checked_chunks, chunk_sizes
 from .steps.loop import LaunchedStep, StepLoop
 
 Read = TypeVar("Read")
@@ -121,6 +124,8 @@ class DecodeArguments(ExtendArguments, total=False):
     """The arguments of a runner whose buckets are requests of `width` tokens."""
 
     width: int
+    chunks: Collection[int]
+    done: str | None
 
 
 def _differing(seen: Mapping[Field, Any], batch: Any) -> str:
@@ -469,6 +474,9 @@ class RequestRunner(WholeStepRunner[V, Out]):
         width = config.width
         relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
         stage = Stage.of(inputs, step, relations=relations, **{**given, "sizes": sizes})
+        if (done := given.get("done")) is not None:
+            done = checked("done", "the name of a slot, or None", done, str)
+            stage = attrs.evolve(stage, declaration=with_done(stage.declaration, done))
         self.buckets = config.ladder()
         output_rows = given.get("output_rows", output_rows)
         check_output_rows(output_rows)
@@ -514,6 +522,11 @@ class DecodeRunner(RequestRunner[V, Out]):
             for a warm-up or a look. By default all that its operators write is found and put back. A large KV cache
             that a custom operator writes may be too large for that: give the parts that padded rows write, or `()`.
         ranks: The processes that run each step together, in one bucket.
+        chunks: Numbers of steps, such as `(4, 8)`, that `steps(chunk=...)` may launch at once. Each is one more graph
+            of each bucket.
+        done: The slot with one bool a request, and with a rule, that says which requests are done. From the next step
+            on their rows hold the tails of all other slots on the device, as padded rows do, and `tokens()` of
+            `steps()` drops them.
         config: Its options; keywords beside it win. Options that this runner does not use are ignored.
         backend: A backend or its name.
         options: `buckets`, `max_batch`, `max_waste`, `width`, `warmups`, `progress`, `debug`, `sharing`, `graphs`,
@@ -525,7 +538,13 @@ class DecodeRunner(RequestRunner[V, Out]):
     """
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[DecodeArguments]) -> None:
+        self._chunks = checked_chunks(options.get("chunks", ()), options.get("ranks"))
         super().__init__(inputs, step, options, output_rows=TOKENS)
+
+    def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
+        stage, counts = self.stage, self._chunks
+        chunks = Chunks(stage.backend, counts, len(stage.declaration.counted)) if counts else None
+        return {**super()._captures(buffers), "chunks": chunks}
 
     @overload
     def steps(
@@ -536,6 +555,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: None = None,
         needs: Collection[str] = (),
+        chunk: int | Literal["auto"] = 1,
     ) -> Iterator[LaunchedStep[Out]]: ...
 
     @overload
@@ -547,6 +567,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: Callable[[Out], Read],
         needs: Collection[str] = (),
+        chunk: int | Literal["auto"] = 1,
     ) -> Iterator[LaunchedStep[Read]]: ...
 
     def steps(
@@ -557,6 +578,7 @@ class DecodeRunner(RequestRunner[V, Out]):
         ahead: int = 0,
         read: Callable[[Any], Any] | None = None,
         needs: Collection[str] = (),
+        chunk: int | Literal["auto"] = 1,
     ) -> Iterator[LaunchedStep[Any]]:
         """Run one step after another from a first batch, on slots that advance by their own rules (`then=`).
 
@@ -568,17 +590,21 @@ class DecodeRunner(RequestRunner[V, Out]):
         Args:
             batch: The first step's batch, as a call takes it. With ranks, None for one without requests.
             keys: A key of your own for each of its requests, all different. By default 0, 1, 2 and so on.
-            ahead: How many steps are launched beyond the one that is handed out.
+            ahead: How many steps, or chunks of steps, are launched beyond the one that is handed out.
             read: Chooses what of the step's outputs is copied to the host: tensors, or parts of them. By default all.
                 It is called before their values are there, and computes nothing.
             needs: Slots of which `step.needs` says what later steps need, such as `["seq_lens"]`. Each has one number a
                 request and advances by a number, or has ragged rows whose `ragged=` is a function of such a slot.
+            chunk: How many steps one launch runs: 1, or a number that `chunks=` names. The first step is a launch of
+                its own. Edits take effect at the end of a chunk. "auto" begins with 1, takes the next larger number
+                when the device has run out of work before a launch, and runs 1 while requests are about to join.
 
         Returns:
             The steps in order, which the device may still be running.
 
         Raises:
-            ConfigError: No slot advances, or rows of a slot do not belong to requests.
+            ConfigError: No slot advances, or rows of a slot do not belong to requests. Or several steps cannot be one
+                launch, because the host works between them.
             BatchError: The batch does not fit, or no graph takes it.
             ReplayError: Nothing is captured yet.
             RankError: Another rank failed.
@@ -592,5 +618,5 @@ class DecodeRunner(RequestRunner[V, Out]):
                         f"steps() keeps the fields of its first batch, and later steps may outgrow {one.field!r}: a "
                         "runner with variant(at_least=) is called for each step"
                     )
-            chain = Chain(self, batch, self.buckets, self._variant(batch), loop)
+            chain = Chain(self, batch, self.buckets, self._variant(batch), loop, chunk_sizes(chunk, self._chunks))
             return iter(StepLoop(self, chain, batch, keys, ahead, read, needs))

@@ -257,7 +257,7 @@ class InputBuffers(Generic[V]):
             BatchError: The batch does not fit, or has too many requests.
         """
         graphs = OwnGraphs(self._layer, [self.at(sizes) for sizes in padded], launch, batch, output_rows)
-        chain = Chain(graphs, batch, graphs.buckets, (), Loop())
+        chain = Chain(graphs, batch, graphs.buckets, (), Loop(), (1,))
         return iter(StepLoop(graphs, chain, batch, keys, ahead, read, needs))
 
     def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = (), written: bool = False) -> V:

@@ -19,6 +19,7 @@ from ..buffers import Buffer, Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, PackedValue, Results, ResultTail, words
 from ..declaration import Declaration
+from ..done import resets
 from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference
 from ..lowering import LOWERINGS, How
@@ -317,9 +318,10 @@ class Bucket:
         if not self._asked:
             self._ask(self.step(self.padded))
             self._asked = True
-        if not self.plan.computed:
+        on_device = [*resets(self.declaration, views, self.sizes, self._capabilities)]
+        if not (self.plan.computed or on_device):
             return NO_FUNCTIONS
-        on_host, packed, on_device = list[Computation](), list[PackedValue](), list[Computation]()
+        on_host, packed = list[Computation](), list[PackedValue]()
         for one, computation in self.computations(views, [one.slot for one in self._computed if one.packed]):
             if one.packed:
                 packed.append(PackedValue.of(computation))
@@ -403,14 +405,22 @@ class Bucket:
     @functools.cached_property
     def transitions(self) -> Mapping[Placement, Transition]:
         """The rules of slots on the device, and of slots on the host."""
-        slots = self.declaration.slots
-        written = {tail.slot: tail.value for tail in self.plan.tails if tail.always}
         found: dict[Placement, Transition] = {}
         for side in (DEVICE, HOST):
-            rules = [one for one in self.plan.advances if slots[one.slot].placement == side]
             lanes = self.fused if self.lowering.is_in_graph and side == DEVICE else None
-            found[side] = Transition(rules, written, lanes, self.declaration, self.buffers, self.views, self.sizes)
+            found[side] = self._transition(side, lanes)
         return found
+
+    @functools.cached_property
+    def transition_in_graph(self) -> Transition:
+        """The rules of slots on the device, for a graph of several steps whose live counts are a tensor."""
+        return self._transition(DEVICE, ())
+
+    def _transition(self, side: Placement, lanes: Collection[str] | None) -> Transition:
+        slots = self.declaration.slots
+        written = {one.slot: one.value for one in self.plan.tails if one.always and slots[one.slot].placement == side}
+        rules = [one for one in self.plan.advances if slots[one.slot].placement == side]
+        return Transition(rules, written, lanes, self.declaration, self.buffers, self.views, self.sizes)
 
     def tails(self, live: Live, *, always: bool) -> Iterator[tuple[torch.Tensor, Number]]:
         """Yield each tail's padded rows and value: of tails that are reset in each step, or of all others."""

@@ -42,7 +42,8 @@ def check_moves(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     faults = collections.defaultdict[str, list[str]](list)
     for (bucket, *_), captured in trial.graphs.captured.items():
         try:
-            captured.graph.check_addresses()
+            for graph in captured.graphs:
+                graph.check_addresses()
         except ReplayError as error:
             faults[str(error)].append(str(bucket))
     for fault, buckets in faults.items():

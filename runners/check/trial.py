@@ -16,7 +16,9 @@ from ...backends.operators import OperatorWatch
 from ...dataflow.axes import Step, extent
 from ...dataflow.buffers import Buffers, SharedMemory, contents_kept, span
 from ...dataflow.capabilities import DEVICE
+from ...dataflow.done import resets
 from ...dataflow.errors import RankError, ReplayError
+from ...dataflow.fill.bucket import run_all
 from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import BY_STEP, Slot
@@ -169,6 +171,8 @@ class Trial:
         """Use the step that was filled last, by this trial or by the user."""
         self.view, self.one, self.lost = view, one, False
         self.step = info_of(view).step
+        given = self.declaration, vars(view), self.step.padded_sizes, self.backend.capabilities
+        run_all([*resets(*given)])  # the graph does it again
         self.backend.synchronize()
         self.filled: Tensors = {name: tensor.clone() for name, tensor in self._written().items()}
 

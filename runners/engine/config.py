@@ -481,6 +481,7 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "keep_bound": False,
     "relations": {},
     "output_rows": ...,
+    "chunks": (),
 }
 """Defaults of the keywords that are not options, except None. Each runner class has its own `output_rows`."""
 

@@ -30,7 +30,6 @@ from ...dataflow.packet import HEAD, WORD, Feed
 from ...dataflow.plan import Absent, packet_bytes
 from ...dataflow.slots import BY_STEP
 from ...dataflow.sources import Side, Sources
-from ...dataflow.views import alias
 from .capture import (
     FORKS,
     Clock,
@@ -42,6 +41,7 @@ from .capture import (
     warm_up,
     with_place,
 )
+from .chunks import Chunks
 from .compiled import CompiledFunctions, compiled_functions
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .current import CurrentStep, with_current
@@ -156,6 +156,7 @@ class Filling:
         """Compile the functions that a graph of the step runs, before its capture. All slots keep their contents."""
         filler, bucket, functions = self.filler, self.bucket, self.filler.functions
         on_device = bucket.functions(bucket.padded).on_device
+        resets = [one for one in on_device if one.slot not in bucket.declaration.functions]
         rules = bucket.transitions[DEVICE] if filler.lowering.is_in_graph else None
         has_rules = rules is not None and rules.has_functions
         if functions is None or self.compiled is not None or not (on_device or has_rules):
@@ -164,7 +165,8 @@ class Filling:
         @torch.no_grad()
         def compile_all() -> None:
             before = [one.target.clone() for one in on_device]
-            self.compiled = functions.compile(on_device)
+            # apart, because these see slots as integers, and a compiler takes that for other memory
+            self.compiled = [*functions.compile(resets), *functions.compile(on_device[len(resets) :])]
             for one, contents in zip(on_device, before, strict=True):
                 one.target.copy_(contents)
             if rules is not None:
@@ -375,6 +377,7 @@ class Captured:
         filling: Fills it.
         graph: The graph.
         step: The call that was captured.
+        chunks: Graphs of several steps, by their number.
         taken: Storages that the first run of the step used, each with the operators that read or wrote it.
         verified: Whether a check has found that no address moved.
     """
@@ -384,18 +387,17 @@ class Captured:
     graph: Graph
     step: Callable[[], Any]
     taken: Mapping[int, AbstractSet[str]]
+    chunks: dict[int, Graph] = attrs.field(factory=dict)
     verified: bool = False
 
     def __repr__(self) -> str:
         """Return one line."""
         return f"<graph of bucket {self.bucket} of {self.filling.filler.stage.declaration.name}>"
 
-    def live(self, rows: int | None) -> Any:
-        """Return the outputs' first rows, or all of them.
-
-        The tensors are new, because a caller might change the shape of the graph's own.
-        """
-        return map_tensors(self.graph.outputs, alias if rows is None else lambda tensor: tensor[:rows])
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs of one step and of several."""
+        return [self.graph, *self.chunks.values()]
 
 
 Key = tuple[BucketKey, Absent, VariantKey]
@@ -426,6 +428,7 @@ class GraphSet(Generic[V]):
         recipe: What is captured, or None for the whole step.
         holder: The object from which the tensors that graphs read besides slots are reached.
         parameters: Slots that each replay passes to its graph, by the operator's argument.
+        chunks: Captures further graphs of each bucket, of several steps, or None if all run one.
         report: The result of the captures, or None before the first.
         captured: The graphs. Each capture makes a new mapping, since another thread may read the old one.
         is_shared: Whether other runners fill the same buffers, and capture graphs over them.
@@ -445,6 +448,7 @@ class GraphSet(Generic[V]):
     recipe: Recipe | None
     holder: Callable[..., Any] | None
     parameters: Mapping[str, str]
+    chunks: Chunks | None = None
     report: CaptureReport | None = None
     captured: Mapping[Key, Captured] = attrs.field(factory=dict)
     is_shared: bool = False
@@ -585,12 +589,13 @@ class GraphSet(Generic[V]):
         with capture_errors(), state.kept(), stage.backend.stream():
             given = self._pool, self.config.error_mode, parameters
             graph = around(functools.partial(capture_step, stage.backend, step, *given))
+            chunks = {} if self.chunks is None else self.chunks.capture(step, graph.outputs, filling.bucket, *given)
         if self.output_rows is not None:
             cut_rows(graph.outputs, self.sizes[bucket][self.output_rows], f"padded row of bucket {bucket}")
         if filler.lowering.has_kernel and not filler.lowering.is_in_graph:
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
-        return Captured(bucket, filling, graph, step, state.taken)
+        return Captured(bucket, filling, graph, step, state.taken, chunks)
 
     def _compute_once(self, bucket: Bucket) -> None:
         """Run the functions with `again=`, so that a capture sees a plan of the bucket, but none that takes fields."""
@@ -660,7 +665,8 @@ class GraphSet(Generic[V]):
     def verify(self, captured: Captured) -> None:
         """Raise ReplayError if memory of a graph has moved. Checks once, or at each replay in a debug mode."""
         if not captured.verified or self._looks_at_addresses:
-            captured.graph.check_addresses()
+            for graph in captured.graphs:
+                graph.check_addresses()
             moved = ", ".join(map(repr, self.buffers.moved()))
             if moved:
                 raise ReplayError(f"the buffers of {moved} moved since capture: a graph would read freed memory")
@@ -668,7 +674,7 @@ class GraphSet(Generic[V]):
 
     def memory(self) -> MemoryAccount:
         """Return the bytes of inputs, graphs and outputs."""
-        graphs = [captured.graph for captured in self.captured.values()]
+        graphs = [graph for captured in self.captured.values() for graph in captured.graphs]
         return MemoryAccount(
             inputs=self.buffers.nbytes,
             graphs=sum(graph.nbytes for graph in graphs),

@@ -14,6 +14,7 @@ from ...backends.operators import storage_key
 from ...dataflow.axes import BATCH, TOKENS, Axis
 from ...dataflow.errors import CaptureError, ConfigError, StaleOutputError, place_of
 from ...dataflow.inputs import Inputs
+from ...dataflow.views import alias
 from .config import axis_text
 
 Generation = Callable[[], int]
@@ -69,6 +70,14 @@ def cut_rows(outputs: Any, rows: int, what: str, live: int | None = None, error:
 
     whole = "; or pass output_rows=None to get it whole"
     return map_tensors(outputs, cut, lambda leaf: constant_leaf(leaf, "of which rows cannot be cut", whole, error))
+
+
+def cut_live(outputs: Any, rows: int | None) -> Any:
+    """Return the first rows of outputs, or all of them.
+
+    The tensors are new, because a caller might change the shape of the graph's own.
+    """
+    return map_tensors(outputs, alias if rows is None else lambda tensor: tensor[:rows])
 
 
 def constant_leaf(leaf: Any, why: str, otherwise: str = "", error: type[Exception] = ConfigError) -> Any:

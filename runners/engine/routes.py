@@ -22,6 +22,7 @@ from ...dataflow.sources import Side
 from ...dataflow.views import Viewer, Views
 from .current import CurrentStep, with_current
 from .graphs import Captured, Filler, Filling, GraphSet, ReadBatch
+from .outputs import cut_live
 from .stage import Stage
 from .statistics import Counts, Decision, Tally
 
@@ -79,7 +80,7 @@ class GraphRoute(Route[V]):
         rows = None if self._output_place is None else live[self._output_place]
         outputs = self.captured.graph.outputs
         if type(outputs) is not torch.Tensor or self._graphs.stamps:  # a new container, since the caller may change it
-            return self._graphs.stamped(self.captured.live(rows))
+            return self._graphs.stamped(cut_live(outputs, rows))
         if rows is None:
             return outputs.detach()  # an alias, since the caller may reshape it
         if outputs is self._last_outputs and rows == self._last_rows:

@@ -118,11 +118,11 @@ class Counts:
     timed: int = 0
     took: int = 0
 
-    def replayed(self, rows: BucketKey) -> None:
-        """Count a step of a graph."""
-        self.steps += 1
-        self.live += rows if type(rows) is int else math.prod(rows)
-        self.rows[rows] = self.rows.get(rows, 0) + 1
+    def replayed(self, rows: BucketKey, steps: int = 1) -> None:
+        """Count steps of a graph."""
+        self.steps += steps
+        self.live += steps * (rows if type(rows) is int else math.prod(rows))
+        self.rows[rows] = self.rows.get(rows, 0) + steps
         if len(self.rows) > MOST_SIZES and type(rows) is tuple:
             self.rows = _merged(self.rows)
 

@@ -21,7 +21,7 @@ from ...dataflow.views import Viewer
 from ..engine.bits import text_of
 from ..engine.current import CURRENT, CurrentStep, Interrupts, OwnValue, current_step, untraced, with_current
 from ..engine.graphs import Captured, GraphSet
-from ..engine.outputs import cut_rows, map_tensors
+from ..engine.outputs import cut_live, cut_rows, map_tensors
 from ..engine.routes import Route
 from ..engine.stage import Stage
 from ..engine.statistics import Counts
@@ -377,7 +377,7 @@ class StackRoute(Route[V]):
         graphs.replay(captured)
         outputs = captured.graph.outputs
         # a new tensor, because a caller might reshape the graph's own
-        outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
+        outputs = outputs.detach() if type(outputs) is torch.Tensor else cut_live(outputs, None)
         outputs = graphs.stamped(outputs)
         if clock.replays != before + 1:
             raise ReplayError(

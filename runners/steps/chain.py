@@ -11,13 +11,16 @@ from ...dataflow.fill.writers import keep_newest
 from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE, RANKS, linear, look_up
 from ..engine.capture import FORKS
+from ..engine.chunks import handed_out
 from ..engine.config import Buckets
 from ..engine.graphs import GraphSet
 from ..engine.hooks import Loop
+from ..engine.outputs import cut_live
 from ..engine.runner import Runner
 from ..engine.sampling import rebuilt
 from ..engine.selection import BucketKey, VariantKey
 from ..engine.statistics import Decision
+from .chunks import check_host
 from .host_work import HostWork
 
 MOST_WORKS: Final = 64
@@ -40,15 +43,32 @@ def _checked_graphs(runner: Runner[V], batch: Any) -> GraphSet[V]:
     return graphs
 
 
+def _why_calls(runner: Runner[V], graphs: GraphSet[V]) -> str:
+    """Return why each step is a call of the runner, or "" if steps are replays."""
+    lowering = graphs.filler.lowering
+    if not lowering.runs_ahead:
+        return f"the lowering is {lowering.name}"
+    return "each step is watched" if runner.watch.watchers or runner.config.modes else ""
+
+
 class Chain(Generic[V]):
     """Runs steps from a first batch on, with an edit before a step if requests leave, join or change.
 
     Attributes:
         buffers: The memory of the slots.
         hold_reason: Why each step must be read before the next is launched, or "" if steps can be launched ahead.
+        chunk_sizes: The numbers of steps that a launch may run, in ascending order. The first launch runs one step.
     """
 
-    def __init__(self, runner: Runner[V], batch: Any, buckets: Buckets, variant: VariantKey, loop: Loop) -> None:
+    def __init__(
+        self,
+        runner: Runner[V],
+        batch: Any,
+        buckets: Buckets,
+        variant: VariantKey,
+        loop: Loop,
+        chunk_sizes: Sequence[int],
+    ) -> None:
         """Check the runner and the batch. Nothing is run yet.
 
         Args:
@@ -57,6 +77,7 @@ class Chain(Generic[V]):
             buckets: The runner's buckets.
             variant: The values of fields that the graphs have frozen.
             loop: The loop that ranks agreed on.
+            chunk_sizes: The numbers of steps that launches may run, in ascending order.
         """
         declaration, graphs = runner.stage.declaration, _checked_graphs(runner, batch)
         slots = declaration.slots
@@ -69,12 +90,7 @@ class Chain(Generic[V]):
         self._hosts = graphs.filler.hosts
         self._ranks = runner.coordinator
         self._loop = loop
-        lowering, by_calls = graphs.filler.lowering, ""  # why each step is a call of the runner, not a replay
-        if not lowering.runs_ahead:
-            by_calls = f"the lowering is {lowering.name}"
-        elif runner.watch.watchers or runner.config.modes:
-            by_calls = "each step is watched"
-        self._by_calls = by_calls
+        self._by_calls = by_calls = _why_calls(runner, graphs)
         self._absent = runner.stage.absent(batch, NO_SIDE)
         self._fields = {name: value for name in declaration.fields if (value := look_up(batch, name)) is not None}
         self._number = 0  # the number of the next step
@@ -86,20 +102,22 @@ class Chain(Generic[V]):
         self._leaving: dict[Hashable, None] = {}  # these three are the next edit
         self._joining: dict[Hashable, None] = {}
         self._writes: list[RowWrite] = []
-        self._check_room(runner.size(batch, NO_SIDE)[-1])
+        requests = runner.size(batch, NO_SIDE)[-1]
+        self._check_room(requests)
+        self.chunk_sizes = (1,) if by_calls else chunk_sizes
+        if self.chunk_sizes[-1] > 1:
+            check_host(graphs, graphs.get(buckets.fit(requests), self._absent, variant))
         sizes = runner.sizes[buckets.largest]
         self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
         self._edits.check()
         self._joined = frozenset(declaration.sources).intersection(self._edits.rows)  # slots of a join
-        read = {
-            need for name, one in declaration.functions.items() if declaration.side(name) == HOST for need in one.reads
-        }
         written = [buffer.name for buffer in graphs.buffers if buffer.slot.rewritten or buffer.foreign]
         advancing = next((name for name in declaration.rules if slots[name].placement == HOST), None)
-        self._moves_host = advancing is not None or not read.isdisjoint(written)
+        self._moves_host = advancing is not None or not declaration.read_on_host.isdisjoint(written)
         self.hold_reason = by_calls or (f"host slot {advancing!r} advances" if advancing else "")
         self._works: dict[tuple[BucketKey, int], HostWork] = {}
         self._outputs_of_call: Any = None
+        self._count = 1  # steps of the last launch
 
     def looping(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that hands out the steps. If it ends early, ranks still in the loop are notified."""
@@ -147,7 +165,6 @@ class Chain(Generic[V]):
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
         """Change slots of requests before the next step. If it raises BatchError, nothing is changed."""
         runner, declaration = self._runner, self._runner.stage.declaration
-        slots = declaration.by_slot(slots)
         for name in slots:
             if name not in declaration.sources or name in self._absent:
                 near = did_you_mean(name, declaration.sources.keys() - self._absent)
@@ -157,6 +174,11 @@ class Chain(Generic[V]):
             runner.check_limits(sample.batch, sample.side, slots)
         given = keys, self._edits.bucket.table.plain(tuple(map(slots.get, declaration.sources))), slots
         self._writes.append(self._edits.take_known(*given) or self._edits.admit(*given))
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether requests join before the next step."""
+        return bool(self._joining)
 
     @property
     def _requests(self) -> int:
@@ -187,14 +209,15 @@ class Chain(Generic[V]):
         self._take_graph()
         return keys
 
-    def go_on(self, *, idle: bool) -> Keys | None:
-        """Run the next step. Raise ReplayError if another batch was filled since.
+    def go_on(self, count: int, *, idle: bool) -> Keys | None:
+        """Run the next steps by one launch. Raise ReplayError if another batch was filled since.
 
         Args:
+            count: How many steps.
             idle: Whether this rank has no request, and none in a step that the user has not got yet.
 
         Returns:
-            The step's requests in the order of their rows, or None if no rank has any, so that no step is run.
+            The steps' requests in the order of their rows, or None if no rank has any, so that no step is run.
         """
         use, clock, filler = self._use, self._graphs.clock, self._graphs.filler
         if use.fills != self._fills:
@@ -215,9 +238,13 @@ class Chain(Generic[V]):
                 filler.order()
             if self._leaving or self._writes or moved or self._prepares:
                 self._prepare(moved=moved)
-            self._replay()
+            if count == 1:
+                self._replay()
+            else:
+                self._captured.chunks[count].replay()
             clock.replays += 1
-            self._counts.replayed(len(self._keys))
+            self._count = count
+            self._counts.replayed(len(self._keys), count)
             if self._hosts.notes:
                 self._hosts.note()
         return self._keys
@@ -296,20 +323,28 @@ class Chain(Generic[V]):
             work = HostWork.of(captured.filling.bucket, live, sides, edits.bucket.fused, whole)
             keep_newest(self._works, MOST_WORKS)[rows, requests] = work
         self._work = work
+        chunks = self._graphs.chunks
+        if self.chunk_sizes[-1] > 1 and chunks is not None and not captured.filling.bucket.lowering.is_in_graph:
+            if work.live_counts is None:
+                work.live_counts = chunks.live.new_tensor(work.counts)
+            chunks.live.copy_(work.live_counts)
         self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)
 
-    def outputs(self) -> Any:
-        """Return the outputs of the last step, for live requests."""
+    def outputs(self) -> list[Any]:
+        """Return, of each step of the last launch, the outputs for live requests and what says who was done before."""
+        requests, axis, captured = len(self._keys), self._graphs.output_rows, self._captured
+        done = handed_out(captured.filling.bucket, None)[1]
         if self._by_calls:
-            return self._outputs_of_call
-        sizes, axis = self._work.step.live_sizes, self._graphs.output_rows
-        return self._captured.live(None if axis is None else sizes[axis])
+            return [(self._outputs_of_call, cut_live(done, requests))]
+        found = [(captured.graph.outputs, done)] if self._count == 1 else captured.chunks[self._count].outputs
+        rows = None if axis is None else self._work.step.live_sizes[axis]
+        return [(cut_live(outputs, rows), cut_live(mask, requests)) for outputs, mask in found]
 
-    def outputs_key(self) -> tuple[BucketKey, int] | None:
-        """Return a key for outputs that are the same tensors in each step, or None if they are new tensors."""
+    def outputs_key(self) -> tuple[BucketKey, int, int] | None:
+        """Return a key for outputs that are the same tensors in each launch, or None if they are new tensors."""
         if self._by_calls or not self._captured.graph.is_recorded:
             return None
-        return self._captured.bucket, len(self._keys)
+        return self._captured.bucket, len(self._keys), self._count
 
     def _call(self, *, idle: bool) -> Keys | None:
         """Advance and edit slot by slot, and run the step as a call with a batch of the slots' contents."""

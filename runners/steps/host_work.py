@@ -19,6 +19,7 @@ class HostWork:
     Attributes:
         step: The sizes.
         counts: The live counts of an edit's packet.
+        live_counts: The same on the device, for graphs of several steps, or None until one needs them.
         advances: Advances slots in each step.
         rules: Advances slots before an edit, except those that its kernel advances.
         tails: Padded rows to reset in each step, with their values.
@@ -29,6 +30,7 @@ class HostWork:
 
     step: Step
     counts: Sequence[int]
+    live_counts: torch.Tensor | None = None
     advances: list[Callable[[], None]] = attrs.field(factory=list)
     rules: list[Callable[[], None]] = attrs.field(factory=list)
     tails: list[tuple[torch.Tensor, Any]] = attrs.field(factory=list)

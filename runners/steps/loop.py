@@ -27,8 +27,9 @@ from .chain import Chain
 from .ragged_rows import RaggedRows
 
 SomeKeys = Iterable[Hashable]
-OutputCopies = tuple[Any, list[torch.Tensor], list[torch.Tensor], bool]
-"""Outputs in host memory, the tensors to copy to and from, and whether they are copied together."""
+OutputCopies = tuple[list[Any], list[torch.Tensor], list[torch.Tensor], bool]
+"""Of a launch: each step's outputs in host memory and who was done before, the tensors to copy to and from, and whether
+they are copied together."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _IN_FLIGHT: Final[list[tuple[Event, OutputCopies]]] = []
 """Memory of ended loops that the device may still write. This list keeps torch from reusing it."""
@@ -40,13 +41,15 @@ class LaunchedStep(Generic[Out]):
     Attributes:
         number: Its number, from 0.
         keys: The key of each live request, in the order of the rows.
+        launch: The number of its launch, from 0.
     """
 
-    def __init__(self, loop: "StepLoop[Any, Out]", number: int, keys: Keys, outputs: Out) -> None:
+    def __init__(self, loop: "StepLoop[Any, Out]", number: int, keys: Keys, outputs: Any, launch: int) -> None:
         self.number = number
         self.keys: tuple[Any, ...] = keys
         self._loop = loop
-        self._outputs = outputs
+        self._outputs, self._done = outputs
+        self.launch = launch
 
     def __repr__(self) -> str:
         """Return its number and its number of requests. Waits for nothing."""
@@ -56,12 +59,12 @@ class LaunchedStep(Generic[Out]):
     def outputs(self) -> Out:
         """The outputs of the step for live rows, in host memory. Waits only for this step's copy.
 
-        The step `ahead` + 2 later overwrites it. Keep a clone, or make the runner with `outputs="copy"`.
+        The launch `ahead` + 2 later overwrites it. Keep a clone, or make the runner with `outputs="copy"`.
 
         Raises:
-            StaleOutputError: A step `ahead` + 2 later was launched, which uses the same host memory.
+            StaleOutputError: The launch `ahead` + 2 later, which uses the same host memory, has been.
         """
-        return self._loop.read(self.number, self._outputs)
+        return self._loop.read(self.number, self.launch, self._outputs)
 
     @property
     def lands(self) -> int:
@@ -71,6 +74,8 @@ class LaunchedStep(Generic[Out]):
     def tokens(self) -> list[tuple[Any, Any]]:
         """Return the key and the row of each request that has not left, of a step that returns one tensor.
 
+        Requests that were done before this step, by the slot that `done=` of the runner names, are left out.
+
         Returns:
             Pairs of a key and a number, or a list of numbers if a row has several.
 
@@ -78,14 +83,15 @@ class LaunchedStep(Generic[Out]):
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
                 whole, by `output_rows=None`.
         """
-        return self._loop.tokens(self.number, self.keys, self.outputs)
+        return self._loop.tokens(self.number, self.keys, self.outputs, self._done)
 
     def needs(self, slot: str, *, steps: int = 1) -> dict[Any, int]:
         """Return what each request needs in a step that is launched later, to reserve memory for it before.
 
         Args:
             slot: One that `needs=` of `steps` names.
-            steps: In which step: 1 for step `lands`, the next to be launched, 2 for the one after it, and so on.
+            steps: In which step: 1 for step `lands`, the next to be launched, 2 for the one after it, and so on. With
+                `chunk=`, in which launch, and the answer is for the last step of that launch.
 
         Returns:
             For each live request, the slot's number in that step. For a ragged slot, how many values must be appended
@@ -165,6 +171,7 @@ class StepLoop(Generic[V, Out]):
 
     Attributes:
         launched: How many steps were launched so far.
+        launches: How many launches these were.
     """
 
     def __init__(
@@ -189,7 +196,7 @@ class StepLoop(Generic[V, Out]):
             raise BatchError(f"two requests have one key: {len(first)} keys, {different} different ones")
         if requests != len(first):
             raise BatchError(f"{len(first)} keys for a batch of {requests} requests: give one for each")
-        self.launched = 0
+        self.launched = self.launches = 0
         self._runner = runner
         self._backend = runner.stage.backend
         self._sources = runner.stage.declaration.sources
@@ -197,13 +204,15 @@ class StepLoop(Generic[V, Out]):
         self._batch = batch
         self._read = read
         self._ahead = 0 if chain.hold_reason else ahead
+        self._size = 0  # which of the chain's `chunk_sizes` the next launch has
         self._hold_reason = ""
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # by key, the first step of each request that has not left
         self._ended: list[tuple[Hashable, range]] = []  # requests that have left, and their steps that still count
         self._stamps = GENERATIONS in runner.config.modes
         self._changed = 0  # the first step with exactly the present requests, all of whose rows count
-        self._ring: list[dict[tuple[int, int], OutputCopies]] = [{} for _ in range(ahead + 2)]
+        self._ring: list[dict[tuple[int, int, int], OutputCopies]] = [{} for _ in range(ahead + 2)]
+        self._starts = collections.deque[int](maxlen=ahead + 2)  # the first step of each launch that the ring holds
         self._events: list[Event | None] = [None] * len(self._ring)
         self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
         slots = runner.stage.declaration.slots
@@ -257,15 +266,21 @@ class StepLoop(Generic[V, Out]):
                 while self._since or waiting or others:
                     held = self._hold_reason or self._chain.hold_reason
                     self._hold_reason = ""
-                    while (self._since or others) and len(waiting) <= (0 if held else self._ahead):
+                    last = waiting[0].launch if waiting else self.launches
+                    if not held:
+                        last += self._ahead
+                    while (self._since or others) and self.launches <= last:
                         launch = self._launch
                         if profiler._is_profiler_enabled:  # noqa: SLF001 - torch has no public name
                             launch = profiler.record_function("slotgraph:step")(launch)
-                        step = launch(idle=not self._since and not any(one.keys for one in waiting))
-                        if step is None:
+                        steps = launch(
+                            1 if held else self._next_count(),
+                            idle=not self._since and not any(one.keys for one in waiting),
+                        )
+                        if not steps:
                             return
-                        waiting.append(step)
-                        counts[f"held: {held}" if held else "ahead"] += 1
+                        waiting.extend(steps)
+                        counts[f"held: {held}" if held else "ahead"] += len(steps)
                     step = waiting.popleft()
                     if self._ended:
                         self._forget_ended()
@@ -275,39 +290,55 @@ class StepLoop(Generic[V, Out]):
             flights = (*_IN_FLIGHT, *self._in_flight.values())
             _IN_FLIGHT[:] = [(event, copies) for event, copies in flights if not event.query()]
 
-    def _launch(self, *, idle: bool) -> LaunchedStep[Out] | None:
-        """Launch the next step, with the edit before it. Return None if no rank has a request."""
-        chain, number = self._chain, self.launched
-        keys = chain.go_on(idle=idle) if number else chain.start(self._batch, tuple(self._since))
+    def _next_count(self) -> int:
+        """Return how many steps the next launch runs: more from now on if the device has nothing left to do."""
+        sizes = self._chain.chunk_sizes
+        if len(sizes) == 1:
+            return sizes[0]
+        last = self._events[(self.launches - 1) % len(self._ring)]
+        if self._size < len(sizes) - 1 and last is not None and last.query():
+            self._size += 1
+        return 1 if self._chain.is_joined else sizes[self._size]
+
+    def _launch(self, count: int, *, idle: bool) -> list[LaunchedStep[Out]]:
+        """Launch the next steps, with the edit before them. Return none if no rank has a request."""
+        chain, number, launch = self._chain, self.launched, self.launches
+        keys = chain.go_on(count, idle=idle) if number else chain.start(self._batch, tuple(self._since))
         if not number:
             self._note(tuple(self._since), self._batch)
         if keys is None:
-            return None
-        self.launched += 1
-        copies = self._copies(number)
+            return []
+        copies = self._copies(launch)
         outputs, targets, sources, together = copies
+        self.launched += len(outputs)
+        self.launches += 1
+        self._starts.append(number)
         if together and len(targets) > 1:  # the grouped call takes longer for one tensor
             without_gradients(_FOREACH_COPY, targets, sources)
         else:
             for target, source in zip(targets, sources, strict=True):
                 without_gradients(target.copy_, source, True)  # noqa: FBT003 - without waiting for it
-        self._in_flight.pop(number - len(self._ring), None)
-        place = number % len(self._ring)
+        self._in_flight.pop(launch - len(self._ring), None)
+        place = launch % len(self._ring)
         self._events[place] = event = self._backend.event(self._events[place])
-        self._in_flight[number] = event, copies
-        return LaunchedStep(self, number, keys, outputs)
+        self._in_flight[launch] = event, copies
+        steps: list[LaunchedStep[Out]] = []
+        for one in outputs:
+            steps.append(LaunchedStep(self, number, keys, one, launch))
+            number += 1
+        return steps
 
-    def _copies(self, number: int) -> OutputCopies:
-        """Return the copies of a step's outputs.
+    def _copies(self, launch: int) -> OutputCopies:
+        """Return the copies of a launch's outputs.
 
         Allocate host memory for them if there is none for such outputs yet.
         """
-        key, known = self._chain.outputs_key(), self._ring[number % len(self._ring)]
+        key, known = self._chain.outputs_key(), self._ring[launch % len(self._ring)]
         if key is not None and key in known:
             return known[key]
         outputs, targets, sources = self._chain.outputs(), list[torch.Tensor](), list[torch.Tensor]()
         if self._read is not None:
-            outputs = chosen_parts(outputs, self._read)
+            outputs = [(chosen_parts(made, self._read), done) for made, done in outputs]
 
         def on_host(tensor: torch.Tensor) -> torch.Tensor:
             with outside_inference():
@@ -324,14 +355,14 @@ class StepLoop(Generic[V, Out]):
             known[key] = copies
         return copies
 
-    def read(self, number: int, outputs: Out) -> Out:
+    def read(self, number: int, launch: int, outputs: Out) -> Out:
         """Wait for the copies of a step's outputs, and return them, as clones if the runner's options ask for that."""
         runner = self._runner
         if self._is_overwritten(number):
             raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
-        if number in self._in_flight:
-            runner.coordinator.wait(self._in_flight[number][0], self._backend.device, read=True)
-            del self._in_flight[number]
+        if launch in self._in_flight:
+            runner.coordinator.wait(self._in_flight[launch][0], self._backend.device, read=True)
+            del self._in_flight[launch]
         if runner.config.outputs == "copy":
             return own_copy(outputs)
         if self._stamps:
@@ -341,11 +372,14 @@ class StepLoop(Generic[V, Out]):
         return outputs
 
     def _is_overwritten(self, number: int) -> bool:
-        """Return whether a later step uses the host memory of a step."""
-        return self.launched > number + len(self._ring)
+        """Return whether a later launch uses the host memory of a step."""
+        return number < self._starts[0]
 
-    def tokens(self, number: int, keys: Keys, outputs: Any) -> list[tuple[Any, Any]]:
-        """Return the rows of a step that still count: of live requests, and of others until their known end."""
+    def tokens(self, number: int, keys: Keys, outputs: Any, done: torch.Tensor | None) -> list[tuple[Any, Any]]:
+        """Return the rows of a step that still count: of live requests, and of others until their known end.
+
+        done: Which requests were done before the step, or None.
+        """
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(
                 f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
@@ -356,6 +390,8 @@ class StepLoop(Generic[V, Out]):
         if requests and outputs.shape != (requests,):  # several rows or numbers for each request
             outputs = outputs.view(requests, -1).squeeze(1)
         pairs = list(zip(keys, outputs.tolist(), strict=True))
+        if done is not None:
+            pairs = [pair for pair, is_done in zip(pairs, done.tolist(), strict=True) if not is_done]
         if number >= self._changed:
             return pairs
         launched = self.launched
@@ -392,7 +428,7 @@ class StepLoop(Generic[V, Out]):
 
     def edit(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.edit`."""
-        some = self._live_keys(keys, "edit({}, ...)")
+        some, slots = self._live_keys(keys, "edit({}, ...)"), self._runner.stage.declaration.by_slot(slots)
         self._chain.edit(some, slots)
         for name, rows in slots.items():
             self._note_rows(name, some, rows)
@@ -400,6 +436,7 @@ class StepLoop(Generic[V, Out]):
     def append(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.append`."""
         some, ragged = self._live_keys(keys, "append({}, ...)"), self._ragged
+        slots = self._runner.stage.declaration.by_slot(slots)
         for name in slots:
             if name not in ragged:
                 raise BatchError(f"append names {name!r}: name ragged slots that only the host writes, {[*ragged]}")
@@ -420,7 +457,7 @@ class StepLoop(Generic[V, Out]):
             if isinstance(value, tuple):
                 step, values, row = value
                 known[key] = int(values()[row]) - growth * step
-        grown = growth * (self.launched + steps - 1)
+        grown = growth * (self.launched + steps * self._chain.chunk_sizes[-1] - 1)
         found = {key: number + grown for key, number in known.items()}
         if not isinstance(length, Compute):
             return found

@@ -343,10 +343,29 @@ def test_steps_ahead_make_the_same_tokens(
     assert min(lengths) < max(lengths) == 40, "no text ended in the middle"
 
 
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+@pytest.mark.parametrize(("ahead", "chunk"), [(0, 4), (1, 4), (1, 3), (2, 8)])
+@pytest.mark.parametrize("argv", [PAGES, (*PAGES, *DRAWN)], ids=["greedy", "drawn"])
+def test_several_steps_in_one_launch_make_the_same_tokens(
+    generate: Generate, synchronous: Callable[..., Any], argv: tuple[str, ...], ahead: int, chunk: int, backend: str
+) -> None:
+    """Requests end within a chunk, which stores nothing behind their last tokens; others join and take pages."""
+    given = ("--backend", backend, "--ahead", str(ahead), "--chunk", str(chunk), "--no-verify")
+    status, report, _ = generate(*argv, *given)
+    expected = synchronous(*argv)
+    assert (status, [text["tokens"] for text in report["texts"]]) == (0, [one["tokens"] for one in expected["texts"]])
+    assert report["counted"] == report["decoded"] == sum(bucket["live"] for bucket in report["buckets"])
+    assert report["decode_steps"] == sum(bucket["steps"] for bucket in report["buckets"])
+    lengths = [len(text["tokens"]) for text in report["texts"]]
+    assert min(lengths) < max(lengths) == 40, "no text ended in the middle"
+
+
 @pytest.mark.parametrize(
     "argv",
     [
         ("--dtype", "bfloat16"),
+        ("--chunk", "4", "--page-size", "3"),
+        ("--chunk", "3", "--max-new-tokens", "2"),
         ("--max-new-tokens", "1", "--max-prefill-tokens", "64"),
         ("--buckets", "1,3", "--max-new-tokens", "16"),
         ("--arrival-gap", "9", "--max-new-tokens", "5", "--prefill", "piecewise"),

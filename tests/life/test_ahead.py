@@ -28,6 +28,7 @@ from tests.runners.models import decoder
 PAGES: Final = Axis("PAGES", fixed=True)
 WIDE, MOST, MODULUS = 5, 16, 10007
 BUCKETS: Final = (1, 2, 4, 8, MOST)
+CHUNKS: Final = (1, 2, 3, 8)
 HEALTH: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 Row = dict[str, Any]
@@ -149,9 +150,10 @@ class Own:
 
 
 @functools.cache
-def runner_on(backend: str, lowering: str | None) -> DecodeRunner[AheadInputs]:
-    """A captured runner, of which each example begins steps anew."""
+def runner_on(backend: str, lowering: str | None, done: str | None = None) -> DecodeRunner[AheadInputs]:
+    """A captured runner, of which each example begins steps anew. done: the slot that ends requests, or None."""
     options: Any = {"backend": backend_of(backend, lowering), "sizes": {PAGES: WIDE}, "output_rows": BATCH}
+    options |= {"chunks": CHUNKS, "done": done}
     if lowering is not None:
         options["lowering"] = lowering
     made: DecodeRunner[AheadInputs] = decoder(AheadInputs, step, buckets=BUCKETS, **options)
@@ -169,10 +171,10 @@ class Runs:
 
 
 @functools.cache
-def runs_on(backend: str, lowering: str | None, own: str = "") -> Runs:
+def runs_on(backend: str, lowering: str | None, own: str = "", done: str | None = None) -> Runs:
     """A runner, or graphs of one's own."""
     if not own:
-        runner = runner_on(backend, lowering)
+        runner = runner_on(backend, lowering, done)
         return Runs(runner.stage.backend, runner.buckets, runner.steps, lambda name: runner.graphs.buffers[name].tensor)
     on, sizes = backend_of(backend, lowering), {BATCH: MOST, TOKENS: MOST, PAGES: WIDE}
     buffers = InputBuffers(AheadInputs, sizes, backend=on, lowering=lowering or "auto")
@@ -234,10 +236,18 @@ class Steps(RuleBasedStateMachine):
     ways: ClassVar[Sequence[Way]] = ()
     taken: ClassVar[int] = 0
 
-    @initialize(data=st.data(), ahead=st.sampled_from([0, 1, 4]))
-    def begin(self, data: st.DataObject, ahead: int) -> None:
+    @initialize(
+        data=st.data(),
+        ahead=st.sampled_from([0, 1, 4]),
+        chunk=st.sampled_from([1, *CHUNKS]),
+        done=st.sampled_from([None, "done"]),
+    )
+    def begin(self, data: st.DataObject, ahead: int, chunk: int, done: str | None) -> None:
         way = data.draw(st.sampled_from(self.ways))
-        self.runner, self.ahead, self.next_key = runs_on(*way), ahead, 0
+        if len(way) > 2:  # graphs of one's own run one step in a launch
+            chunk, done = 1, None
+        self.runner, self.ahead, self.next_key = runs_on(*way, done=done), ahead, 0
+        self.chunk, self.ends = chunk, done is not None
         self.start(data.draw(st.lists(rows_of_requests, min_size=1, max_size=6)))
 
     def start(self, rows: Sequence[Row]) -> None:
@@ -245,13 +255,15 @@ class Steps(RuleBasedStateMachine):
         keys = self.new_keys(len(rows))
         self.model: dict[Hashable, Row] = {key: copy.deepcopy(row) for key, row in zip(keys, rows, strict=True)}
         self.alive, self.news, self.history = {*keys}, dict[int, list[Act]](), list[dict[Hashable, int]]()
+        self.done = list[set[Hashable]]()  # of each step, whose rows are done
         self.gone, self.counted = (
             dict[int, int](),
             set[int](),
         )  # by key the step without it; whose rows count until then
         device = self.runner.backend.device
         batch = batch_of(rows, device, lists=len(rows) % 2 == 0)
-        self.steps = self.runner.steps(batch, keys=keys, ahead=self.ahead, needs=["lens", "table"])
+        options: dict[str, Any] = {"chunk": self.chunk} if self.chunk > 1 else {}
+        self.steps = self.runner.steps(batch, keys=keys, ahead=self.ahead, needs=["lens", "table"], **options)
         self.step: LaunchedStep | None = None
         self.proceed(1)
 
@@ -282,18 +294,20 @@ class Steps(RuleBasedStateMachine):
                     plain_rules(row)
             for act in self.news.get(len(self.history), ()):
                 act(self.model)
+            self.done.append({key for key, row in self.model.items() if self.ends and row["done"]})
+            for key in self.done[-1]:  # as padded rows
+                row = self.model[key]
+                row.setdefault("known", row["table"])  # the host appends to this
+                row |= {**PADS, "pages": [PADS["pages"]] * WIDE, "rope": [PADS["rope"]] * 3, "table": []}
             for row in self.model.values():
                 row["made"] = plain_step(row, len(self.model))
             self.history.append({key: row["made"] for key, row in self.model.items()})
         want = self.history[step.number]
         assert dict(zip(step.keys, step.outputs.tolist(), strict=True)) == want
-        assert dict(step.tokens()) == {key: one for key, one in want.items() if key in self.alive | self.counted}
-        rows = self.next_rows()
-        lens = {key: row["lens"] for key, row in rows.items()}
-        assert step.needs("lens") == lens
-        for steps in (1, 40):
-            lacking = {key: (one + steps - 1) // 16 - len(rows[key]["table"]) for key, one in lens.items()}
-            assert step.needs("table", steps=steps) == {key: max(0, one) for key, one in lacking.items()}
+        counting = (self.alive | self.counted) - self.done[step.number]
+        assert dict(step.tokens()) == {key: one for key, one in want.items() if key in counting}
+        if not self.ends:
+            self.compare_needs(step)
         chain: Chain[Any] = step._loop._chain
         keys, bucket = chain._keys, self.runner.buckets.fit(len(chain._keys))
         assert bucket is not None
@@ -307,6 +321,15 @@ class Steps(RuleBasedStateMachine):
             assert torch.equal(whole.narrow(dim, 0, len(keys)), live[name]), name
             tail = whole.narrow(dim, len(keys), bucket - len(keys))
             assert torch.equal(tail, torch.full_like(tail, pad)), name
+
+    def compare_needs(self, step: LaunchedStep) -> None:
+        """What requests need in the last step of a later launch."""
+        rows, chunk = self.next_rows(), step._loop._chain.chunk_sizes[-1]
+        for steps in (1, 2, 40):
+            lens = {key: row["lens"] + steps * chunk - 1 for key, row in rows.items()}
+            assert step.needs("lens", steps=steps) == lens
+            lacking = {key: one // 16 - len(rows[key]["table"]) for key, one in lens.items()}
+            assert step.needs("table", steps=steps) == {key: max(0, one) for key, one in lacking.items()}
 
     @rule(count=st.sampled_from([1, 1, 2, 3, 10, 40]))
     def run(self, count: int) -> None:
@@ -353,6 +376,8 @@ class Steps(RuleBasedStateMachine):
             for key, row in zip(keys, rows, strict=True):
                 if key in model:
                     model[key].update({name: copy.deepcopy(row[name]) for name in names})
+                    if "table" in names:
+                        model[key].pop("known", None)
 
         self.note(change)
 
@@ -364,7 +389,7 @@ class Steps(RuleBasedStateMachine):
             keys = data.draw(st.lists(st.sampled_from(sorted(self.alive)), unique=True))
             values = st.lists(st.lists(st.integers(-5, 99), max_size=2), min_size=len(keys), max_size=len(keys))
             added = data.draw(values)
-            before = {key: len(row["table"]) for key, row in self.next_rows().items()}
+            before = {key: len(row.get("known") or row["table"]) for key, row in self.next_rows().items()}
             full = next((key for key, more in zip(keys, added, strict=True) if before[key] + len(more) > WIDE), None)
             if full is not None:
                 says = rf"'table': the row of request {full} has {before[full]} values and gets .* room for {WIDE}"
@@ -419,7 +444,7 @@ class Steps(RuleBasedStateMachine):
     @rule(data=st.data(), where=st.sampled_from(["write", "send", "replay", "step"]))
     def break_off(self, data: st.DataObject, where: str) -> None:
         """A step that breaks off in the middle ends the loop; the runner takes the next one."""
-        self.proceed(1)  # with all news before
+        self.proceed(self.chunk)  # with all news before
         assert self.step is not None
         keys, chain = sorted(self.alive), self.step._loop._chain
         self.step.edit([keys[0]], lens=[9])
@@ -427,7 +452,7 @@ class Steps(RuleBasedStateMachine):
             broken(chain, where) as is_there,
             pytest.raises(Exception, match="was to") if is_there else (contextlib.nullcontext()),
         ):
-            for _ in range(self.ahead + 2):
+            for _ in range((self.ahead + 2) * self.chunk):
                 next(self.steps)
         self.start(data.draw(st.lists(rows_of_requests, min_size=1, max_size=6)))
 
@@ -435,8 +460,9 @@ class Steps(RuleBasedStateMachine):
 def append_to(added: dict[Hashable, list[int]], model: dict[Hashable, Row]) -> None:
     """What an append does to the model."""
     for key, values in added.items():
-        if key in model:
-            model[key]["table"] = model[key]["table"] + values
+        if key in model and values:
+            row = model[key]
+            row["table"] = row.pop("known", row["table"]) + values
 
 
 @contextlib.contextmanager
@@ -453,8 +479,9 @@ def broken(chain: Any, where: str) -> Iterator[bool]:
         finally:
             SHOULD_RAISE[0] = False
         return
-    place: Any = {"write": chain._edits, "send": chain._edits, "replay": chain}[where]
-    name = {"write": "write", "send": "send", "replay": "_replay"}[where]
+    chunk = chain.chunk_sizes[-1]
+    replayed = (chain, "_replay") if chunk == 1 else (chain._captured.chunks[chunk], "replay")
+    place, name = {"write": (chain._edits, "write"), "send": (chain._edits, "send"), "replay": replayed}[where]
     is_there = where == "replay" or (where == "write") == (chain._edit_graph is None)
     if chain._by_calls or not is_there:
         yield False

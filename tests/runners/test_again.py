@@ -303,6 +303,7 @@ def test_each_slot_of_a_group_depends_on_its_own(name: str, lowering: str) -> No
     kept = [again[slot]["kept"] for slot in ("plan.full", "plan.sliding")]
     assert kept == ([0, 0] if lowering == "slot_by_slot" else [1, 2])  # the reference calls each time
 
+
 @pytest.mark.parametrize("kind", [list, torch.Tensor])
 def test_a_value_on_the_device_is_uploaded_without_a_wait(
     backend: Backend, kind: type, monkeypatch: pytest.MonkeyPatch

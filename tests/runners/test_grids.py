@@ -273,13 +273,14 @@ class Counted(Inputs):
     most: int = 8
 
 
-def test_steps_keep_equal_values_alone() -> None:
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_steps_keep_equal_values_alone(chunk: int) -> None:
     """steps() runs the graphs of its first batch's values; a number that later steps may outgrow is refused."""
     count: Any = lambda view: view.ids * 10 + view.plus
-    options: Any = {"buckets": [2, 4], "backend": BACKEND, "progress": False}
+    options: Any = {"buckets": [2, 4], "backend": BACKEND, "progress": False, "chunks": [chunk]}
     runner = ready(DecodeRunner(Counted, count, variants=[variant("plus", (0, 3))], **options))
     found = []
-    for number, one in enumerate(runner.steps({"ids": [1, 2, 5], "plus": 3})):
+    for number, one in enumerate(runner.steps({"ids": [1, 2, 5], "plus": 3}, chunk=chunk)):
         found.append(one.outputs.tolist())
         if number == 2:
             one.leave([0])

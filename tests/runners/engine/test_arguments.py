@@ -122,7 +122,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
     **dict.fromkeys(("one_width", "keep_bound"), lambda value: isinstance(value, bool)),
     "phase": lambda value: value is None or value is PHASE,
-    **dict.fromkeys(("ranks", "config", "buffers", "stack"), lambda value: value is None),
+    **dict.fromkeys(("ranks", "config", "buffers", "stack", "done"), lambda value: value is None),
     "state": lambda value: value is None or (isinstance(value, list) and not value),
     "backend": lambda _: False,
     "splits": lambda value: isinstance(value, set | list) and bool(value) and all(isinstance(v, str) for v in value),
@@ -130,6 +130,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "inputs": lambda value: value is Fed,
     **dict.fromkeys(("step", "forward"), callable),
     "width": lambda value: type(value) is int and value > 0,
+    "chunks": lambda value: isinstance(value, list) and all(type(one) is int and one > 0 for one in value),
 }
 """What of the junk makes sense."""
 
@@ -147,7 +148,7 @@ def test_signatures_have_every_keyword(runner: str) -> None:
     signature = inspect.signature(kind)
     assert not any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     config, own = RunnerConfig(), {"keep_bound": False, "output_rows": ...}
-    own |= {"sizes": {}, "bind": {}, "relations": {}, "absent": (), "variants": ()}
+    own |= {"sizes": {}, "bind": {}, "relations": {}, "absent": (), "variants": (), "chunks": ()}
     for name in keywords_of(kind) - {"chained"}:
         default = signature.parameters[name].default
         assert default is inspect.Parameter.empty or default == getattr(config, name, own.get(name)), name

@@ -1,7 +1,7 @@
 """Ragged rows of steps: values that are appended, and how many each row needs before a later step."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import pytest
@@ -10,11 +10,16 @@ import torch
 from slotgraph import BATCH, TOKENS, Axis, Inputs, copied, output
 from slotgraph.backends import Backend
 from slotgraph.errors import BatchError, ConfigError, DeclarationErrors
-from slotgraph.extend import LaunchedStep
+from slotgraph.extend import Group, LaunchedStep
 from tests.runners.models import decoder
 
 PAGES: Final = Axis("PAGES", fixed=True)
 WIDTH, PAGE = 4, 2
+OPTIONS: Final[Any] = {
+    "settings": types.SimpleNamespace(page=PAGE),
+    "sizes": {PAGES: WIDTH},
+    "output_rows": BATCH,
+}
 
 
 def pages_for(lens: Any, settings: Any) -> Any:
@@ -54,9 +59,7 @@ def batch(pages: Any) -> dict[str, Any]:
 
 def steps(backend: Backend | str, pages: Any, **options: Any) -> Iterator[LaunchedStep]:
     """Steps of requests a, b, c with these pages."""
-    settings = types.SimpleNamespace(page=PAGE)
-    sizes = {PAGES: WIDTH}
-    runner = decoder(Paged, tables, backend=backend, sizes=sizes, settings=settings, output_rows=BATCH)
+    runner = decoder(Paged, tables, backend=backend, **OPTIONS)
     launched: Iterator[LaunchedStep] = runner.steps(batch(pages), keys=[*"abc"][: len(pages)], **options)
     return launched
 
@@ -92,6 +95,24 @@ def test_what_is_appended_follows_what_was_said_before(backend: Backend) -> None
     assert rows(step) == {"c": [6, 7, 8], "b": [11]}
     step.append(["b"], pages=[[12, 13, 14]])
     assert rows(next(loop)) == {"c": [6, 7, 8], "b": [11, 12, 13, 14]}
+
+
+class Grouped(Paged):
+    tables: Mapping[str, torch.Tensor] = copied(
+        BATCH, PAGES, dtype=torch.int32, pad=-1, ragged=True, group=Group("full", "sliding")
+    )
+
+
+def test_what_is_appended_follows_an_edit_of_a_group(backend: Backend) -> None:
+    """A mapping gives the rows of each of the group's slots."""
+    read = lambda view: (view.next_ids.copy_(view.ids), view.tables["full"].clone())[1]
+    runner = decoder(Grouped, read, backend=backend, **OPTIONS)
+    pages: Any = {"full": [[1], [2, 3]], "sliding": [[], []]}
+    loop = runner.steps({**batch([[1], [2]]), "tables": pages}, keys=[*"ab"])
+    step = next(loop)
+    step.edit(["b"], tables={"full": [[5]], "sliding": [[6]]})
+    step.append(["b", "a"], tables={"full": [[7], [8]]})
+    assert next(loop).outputs.tolist() == [[1, 8, -1, -1], [5, 7, -1, -1]]
 
 
 def test_rows_without_new_values_are_not_sent(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:

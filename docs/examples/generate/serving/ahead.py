@@ -1,6 +1,7 @@
 """The engine whose steps are launched before the host has read the tokens of those before."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -32,7 +33,7 @@ class AheadEngine(Engine):
     _launched = 0
 
     def __init__(self, language: Language, requests: Sequence[Request], options: Options, **more: Any) -> None:
-        self._ahead = options.ahead or 0
+        self._ahead, self._chunk = options.ahead or 0, options.chunk
         super().__init__(language, requests, options, **more)
         self._rows = min(self._rows, options.ladder[-1])
         self._device = HOST  # batches of host data wait for no step: they are uploaded in their turn
@@ -52,7 +53,8 @@ class AheadEngine(Engine):
             self._let_go(self._launched)
             if admitted := self._admit():
                 batch, self._launched = self._prefilled(admitted, 0), 0
-                self._steps = self.decode.steps(batch, keys=admitted, ahead=self._ahead, needs=["positions"])
+                given: Any = {"ahead": self._ahead, "needs": ["positions"], "chunk": self._chunk}
+                self._steps = self.decode.steps(batch, keys=admitted, **given)
         self.work.steps += 1
         return True
 
@@ -73,12 +75,12 @@ class AheadEngine(Engine):
         self._leaving += [(lands, request) for request in done]
         work.decoded += sum(lands - self._since.pop(request) for request in done)
         self._let_go(step.number + 1)
-        size = self._options.page_size
         needs = cast("dict[Request, int]", step.needs("positions"))
-        grown = [request for request, position in needs.items() if position >= len(request.pages) * size]
+        missing = {one: self._reach(one, position + 1) - len(one.pages) for one, position in needs.items()}
+        grown = [request for request, count in missing.items() if count > 0]
         if grown:
             for request in grown:
-                request.pages += self._allocator.take(1)
+                request.pages += self._allocator.take(missing[request])
             step.edit(grown, block_tables=tables(grown, self.width))
         if admitted := self._admit():
             step.join(self._prefilled(admitted, lands), admitted)
@@ -91,10 +93,15 @@ class AheadEngine(Engine):
     def _pages(self, request: Request) -> tuple[int, int]:
         """For steps before the host can say that it needs another; for those before the host has read its last token.
 
-        If that is the prompt's, it is read one step later than others.
+        If that is the prompt's, it is read one step later than others. A launch of several steps ends requests itself.
         """
-        first, size = len(request.prompt_ids) + 1 + self._ahead, self._options.page_size
-        return math.ceil(first / size), request.pages_needed(size, self._ahead + 1)
+        steps = max(1 + self._ahead * self._chunk, self._chunk)
+        return self._reach(request, len(request.prompt_ids) + steps), self._reach(request, sys.maxsize)
+
+    def _reach(self, request: Request, tokens: int) -> int:
+        """Pages for so many tokens of a request, or for all that it may store."""
+        surplus = 0 if self._chunk > 1 else self._ahead + 1
+        return math.ceil(min(tokens, request.longest + surplus) / self._options.page_size)
 
     def _prefilled(self, requests: Sequence[Request], lands: int) -> DecodeInputs:
         """Run prompts; their rows of the step `lands`, which reads the first tokens where the prefill wrote them."""
@@ -102,4 +109,7 @@ class AheadEngine(Engine):
         copies: Any = [None if one is None else one.to(HOST, non_blocking=True, copy=True) for one in chosen]
         self._first.append((lands, requests, Chosen(*copies)))
         self._since |= dict.fromkeys(requests, lands)
-        return self._prepare(decode_batch(requests, self.width, self._device, chosen.next_ids))
+        batch: Any = self._prepare(decode_batch(requests, self.width, self._device, chosen.next_ids))
+        if self._chunk > 1:
+            batch.last = torch.tensor([request.longest - 1 for request in requests])
+        return cast("DecodeInputs", batch)

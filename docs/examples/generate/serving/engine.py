@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from serving.attention import PageAllocator, PagedCache
-from serving.inputs import PAGES, DecodeInputs, PrefillInputs, decode_batch, prefill_batch
+from serving.inputs import PAGES, DecodeInputs, PrefillInputs, decode_batch, prefill_batch, with_ends
 from serving.model import Language
 from serving.options import Options
 from serving.ranks import Crew, Outputs
@@ -79,7 +79,10 @@ class Engine:
         cache = PagedCache.empty(language.model, pages, options.page_size)
         self.steps = Steps(language.model, cache, crew.world, options.sampler, logits=options.verify)
 
-        self._declaration = crew.inputs(declaration)
+        self._declaration, self._chunks = crew.inputs(declaration), dict[str, Any]()
+        if options.chunk > 1:
+            self._declaration = with_ends(self._declaration, language.eos)
+            self._chunks = {"chunks": [options.chunk], "done": "done"}
         given = crew.given(self._declaration, {PAGES: self.width})
         self._given = {"backend": options.backend, "settings": options, **given}
         self.step = self.steps.decoding(compiled=options.compile)
@@ -89,7 +92,7 @@ class Engine:
 
     def decoder(self, step: Decode, buckets: tuple[int, ...] | list[int], **options: Any) -> DecodeRunner[Any]:
         """A runner of a decode step, with the inputs of the engine's own."""
-        return DecodeRunner(self._declaration, step, buckets=buckets, **self._given, **options)
+        return DecodeRunner(self._declaration, step, buckets=buckets, **self._given, **self._chunks, **options)
 
     @torch.inference_mode()
     def capture(self) -> CaptureReport:

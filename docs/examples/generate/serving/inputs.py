@@ -1,6 +1,6 @@
 """What the two kinds of steps read: the declarations, and the batches that the engine makes of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -109,6 +109,34 @@ def with_all_counts(declaration: type[D]) -> type[D]:
         """Ranks decode in the same bucket, and know of one another."""
 
     return cast("type[D]", Counted)
+
+
+def with_ends(declaration: type[D], eos: Collection[int]) -> type[D]:
+    """A declaration of decode steps that says itself which requests are done, for several steps in one launch.
+
+    last: the position at which a request's last token is chosen, as the engine sets it on a batch.
+    """
+
+    def ends(next_ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        done = positions > last
+        for token in eos:
+            done = done | (next_ids == token)
+        return done
+
+    class Ending(declaration):  # type: ignore[misc, valid-type]
+        """Rows of requests that are done are as padded rows: what they write goes to the dummy page."""
+
+        last: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=_last_of)
+        done: torch.Tensor = copied(
+            BATCH, dtype=torch.bool, pad=True, source=lambda batch: _last_of(batch) < batch.positions, then=ends
+        )
+
+    return cast("type[D]", Ending)
+
+
+def _last_of(batch: Any) -> torch.Tensor:
+    """Positions of last tokens; for batches that only measure a step, far away."""
+    return getattr(batch, "last", torch.full_like(batch.positions, 1 << 40))
 
 
 def after_others(declaration: type[D], dtype: torch.dtype) -> type[D]:

@@ -103,6 +103,7 @@ class Options:
         type=_rounds,
         metavar="N",
     )
+    chunk: int = _number(1, "steps of one launch, with --ahead; it then counts launches")
     sync: bool = _option(
         False,  # noqa: FBT003 - a flag's default
         "build each batch on the host, from the tokens of the step before",

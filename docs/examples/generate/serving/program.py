@@ -70,6 +70,8 @@ def generate(
             raise OptionsError("--compile is for one process: leave out --tp, --dp and --pp")
     if options.ahead is not None and (options.sync or options.dp * options.pp > 1):
         raise OptionsError(f"--ahead {options.ahead} is for one process or --tp: leave out --sync, --dp and --pp")
+    if options.chunk > 1 and (options.sync or options.tp * options.dp * options.pp > 1):
+        raise OptionsError(f"--chunk {options.chunk} is for one process: leave out --sync, --tp, --dp and --pp")
     if options.tp > 1:
         check_even(config_of(options), options.tp)
     if options.pp > 1:
@@ -137,6 +139,8 @@ def _settled(options: Options, world: World, device: torch.device) -> Options:
         options = attrs.evolve(options, prefill="eager" if device.type == "cpu" else "breakable")
     if options.ahead is None and not options.sync and device.type != "cpu" and world.size == 1:
         options = attrs.evolve(options, ahead=1)
+    if options.ahead is None and options.chunk > 1:
+        options = attrs.evolve(options, ahead=0)
     return options
 
 
