@@ -87,7 +87,7 @@ def test_rows_that_changed_are_enough(backend_name: str, steps: Any) -> None:
                 runner.fill_unpadded({"ids": [1], "pages": [[9, 9]]})
                 batch["pages"] = changed([[9, 9]], rows, form)
             made = runner(batch)[0] if is_runner else runner.fill(batch).pages
-            assert torch.equal(made.cpu(), by_hand(rows, len(made), PAD, torch.int32))
+            assert torch.equal(made.cpu(), by_hand([*rows], len(made), PAD, torch.int32))
             before = rows
 
 
@@ -95,7 +95,7 @@ def sent(runner: DecodeRunner[Any], pages: Any) -> int:
     """The bytes of the packet of a call, whose result is that of whole rows."""
     made, *_ = runner({"ids": [1] * len(pages), "pages": pages})
     rows = pages.value if isinstance(pages, Changed) else pages
-    assert torch.equal(made.cpu(), by_hand(rows, len(made), PAD, torch.int32))
+    assert torch.equal(made.cpu(), by_hand([*rows], len(made), PAD, torch.int32))
     return len(runner.graphs.filler.feed._data)
 
 
@@ -141,7 +141,7 @@ def test_rows_in_memory_of_others_are_sent_whole(backend: Backend) -> None:
         for rows in (table, table[::-1]):
             for runner in pooled:
                 made, *_ = runner({"ids": [1, 2, 3], "pages": Changed(rows, rows=[0, 2])})
-                assert torch.equal(made.cpu(), by_hand(rows, len(made), PAD, torch.int32))
+                assert torch.equal(made.cpu(), by_hand([*rows], len(made), PAD, torch.int32))
         buffers.fill({"ids": [1, 2, 3], "pages": table})
         own.fill_(5)
         buffers.fill({"ids": [1, 2, 3], "pages": Changed(table, rows=[])})
