@@ -226,6 +226,14 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
         *("batching", "serve", ["--tokens", "64"], "declare"),
         lambda: lambda *given: stale(module("batching.inputs").inputs_for(*given), torch.int32, "token_request"),
     ),
+    "all pages at one place": (
+        *("batching", "serve", ["--tokens", "64"], "declare"),
+        lambda: (
+            lambda kinds, dtype: module("batching.inputs").inputs_for(
+                {kind: attrs.evolve(layers, stride=0) for kind, layers in kinds.items()}, dtype
+            )
+        ),
+    ),
     "stale rows of an index": (
         *("images", "serve", [], "declaration"),
         lambda: stale(module("images.inputs").ImageInputs, torch.int64, "index_row", axes=(BATCH,)),
