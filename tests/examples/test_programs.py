@@ -222,10 +222,6 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
         *("paging", "serve", [], "ours"),
         lambda: faulty("scheduler", __init__=still_found),
     ),
-    "tokens of requests that are gone": (
-        *("batching", "serve", ["--tokens", "64"], "declare"),
-        lambda: lambda *given: stale(module("batching.inputs").inputs_for(*given), torch.int32, "token_request"),
-    ),
     "all pages at one place": (
         *("batching", "serve", ["--tokens", "64"], "declare"),
         lambda: (
