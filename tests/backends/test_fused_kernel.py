@@ -1,5 +1,6 @@
 """The fused kernel on host memory, in Triton's interpreter and on a device, held to copy_ and fill_ byte for byte."""
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -496,8 +497,14 @@ def test_the_kernel_advances_and_edits_as_plain_python_does(monkeypatch: pytest.
     backend = Interpreting()
     backend.module = interpreted()
     options: Any = {"sizes": {ahead.PAGES: ahead.WIDE}, "buckets": (4, 8, ahead.MOST), "lowering": "in_graph"}
-    runner = DecodeRunner(ahead.AheadInputs, ahead.step, backend=backend, output_rows=BATCH, **options)
-    runner.capture()
-    monkeypatch.setattr(ahead, "runner_on", lambda *_: runner)
+
+    @functools.cache
+    def runner_on(_: str, __: str, done: str | None = None) -> DecodeRunner[Any]:
+        given: Any = {"chunks": ahead.CHUNKS, "done": done, **options}
+        runner = DecodeRunner(ahead.AheadInputs, ahead.step, backend=backend, output_rows=BATCH, **given)
+        runner.capture()
+        return runner
+
+    monkeypatch.setattr(ahead, "runner_on", runner_on)
     test_ragged.play(backend, lowering="in_graph")
     ahead.play([("interpreting", "in_graph")], examples=2, count=8)

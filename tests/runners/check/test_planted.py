@@ -264,22 +264,15 @@ class AdvancingInTurn(AdvancingByAll):  # by a rule that reads what another one 
 
 def _late_tails() -> CheckReport:
     """Host functions that are called before the tails of host slots are reset, in the step of an edit."""
-    made = HostWork.of
+    reset, packed = HostWork.reset_tails, HostWork.packed_values
 
-    class Late:
-        def __init__(self, tails: Any) -> None:
-            self.tails = tails
+    def values_first(work: HostWork, fields: Any) -> dict[str, bytes]:
+        found = packed(work, fields)
+        reset(work, resized=True)
+        return found
 
-        def run(self, *_: object) -> None:
-            for tail, number in self.tails:
-                tail.fill_(number)
-
-    def late(*given: Any) -> HostWork:
-        work = made(*given)
-        last: Any = Late([*work.tails, *work.other_tails])
-        return attrs.evolve(work, values=[*work.values, last], tails=[], other_tails=[])
-
-    with mock.patch.object(HostWork, "of", late):
+    late = mock.patch.object(HostWork, "reset_tails", return_value=None)
+    with late, mock.patch.object(HostWork, "packed_values", values_first):
         return report_of("transition", runner_of(advancing, CAPTURES, AdvancingByAll, lowering="in_graph"))
 
 
