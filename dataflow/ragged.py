@@ -53,8 +53,8 @@ class Ragged:
             numbers = given
         else:
             raise TypeError(f"Ragged: values are on {tensor.device}: give {name} as a tensor of one dim there")
-        self.offsets = numbers if counts is None else None
-        self.counts = numbers[1:] - numbers[:-1] if counts is None else numbers
+        self.offsets: Any = numbers if counts is None else None
+        self.counts: Any = numbers[1:] - numbers[:-1] if counts is None else numbers
         self.longest = self._check() if tensor.is_cpu else -1
 
     def _check(self) -> int:

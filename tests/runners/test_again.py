@@ -313,7 +313,8 @@ def test_a_value_on_the_device_is_uploaded_without_a_wait(
     move = Feed.move
 
     def noted(feed: Feed, source: torch.Tensor) -> torch.Tensor:
-        moved.append(source)
+        if len(source) > 1:  # other slots have one row
+            moved.append(source)
         return move(feed, source)
 
     def begins(kv_lens: torch.Tensor) -> Any:
