@@ -78,7 +78,7 @@ def assert_sound(kept: list[Kept]) -> None:
         assert [str(each) for each in found if not each.message.startswith("nothing reads slot")] == []
 
 
-RUNNERS = {"twins": 1, "windows": 1, "speculating": 3, "states": 1, "images": 1, "paging": 1}
+RUNNERS = {"twins": 1, "windows": 1, "speculating": 3, "states": 1, "images": 1, "paging": 1, "batching": 1}
 """Runners of each program that have as many batches in a short run."""
 
 

@@ -68,7 +68,7 @@ def inputs_for(kinds: Mapping[str, Layers], dtype: torch.dtype) -> type[Inputs]:
         carried_from: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=-1)
         token_request: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=-1)
         past_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
-        query_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
+        query_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, poison=())  # its sum is an index
         key_request: Mapping[str, torch.Tensor] = copied(KEYS, dtype=torch.int32, pad=-1, group=group)
         pages: Mapping[str, torch.Tensor] = copied(BATCH, PAGES, dtype=torch.int32, pad=0, ragged=True, group=group)
         output_ids: torch.Tensor = staged(OUTPUTS, REQUESTS, dtype=torch.int32, starts=0)
