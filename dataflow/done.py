@@ -22,7 +22,7 @@ from .views import Views
 
 
 def with_done(declaration: Declaration, name: str) -> Declaration:
-    """Return a declaration whose slot `name` says which requests are done. Whoever is done stays so.
+    """Return a declaration whose slot `name` says which requests are done. A request that is done stays done.
 
     Raise ConfigError if the slot cannot say that.
     """

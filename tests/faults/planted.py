@@ -49,9 +49,7 @@ PACKETS: Final = "What is uploaded are this step's bytes, each slot's at its own
 LAST: Final = "Only the view that was filled last is replayed, and only while nobody else has filled its memory."
 LOCK: Final = "One step runs at a time: another thread is refused."
 BOOKS: Final = "Watchers are told of each step, and statistics count it."
-ROUTES: Final = (
-    "A batch is replayed by the smallest graph that it fits, and else runs eagerly, for the reason that is told."
-)
+ROUTES: Final = "A batch is replayed by the smallest graph that it fits, or runs eagerly, and `decide` says why."
 FORK: Final = "A forked process replays no graph of its parent."
 OUTPUTS: Final = "Outputs have one row for each live row, of this step, and are the caller's as the option says."
 STALE: Final = "In debug mode an output that was overwritten is not read without an error."

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from serving.options import DTYPES, count, counts
+from serving.options import DTYPES, add_options, count, counts
 
 DESCRIPTION = """\
 Serve requests by transformers' continuous batching, with its scheduler, cache,
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         prog="continuous_batching", description=DESCRIPTION, epilog=EPILOGUE, formatter_class=shape
     )
-    for name, kind, text in (
+    rows = (
         ("model", str, "llama, or gemma3, half of whose layers see a window; both with seeded weights"),
         ("backend", str, "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"),
         ("requests", count, "how many there are"),
@@ -57,8 +57,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         ("rounds", count, "how often each way serves all requests, in turns"),
         ("dtype", str, f"{', '.join(DTYPES)}; below float32 tokens depend on who shares a step, and are only counted"),
         ("seed", int, "seed of the model and of the prompts"),
-    ):
-        default = getattr(Options(), name.replace("-", "_"))
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="X", help=f"{text} (default: {shown})")
+    )
+    add_options(parser, Options(), rows)
     return Options(**vars(parser.parse_args(argv)))

@@ -1,7 +1,7 @@
 """The command line: one attrs field an option, from which the parser is made."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +55,14 @@ _share = _checked(float, lambda number: 0 < number <= 1, "a number above 0 and a
 def counts(text: str) -> tuple[int, ...]:
     """Whole numbers of at least 1 with commas between them, each once, from small to large."""
     return tuple(sorted({count(part) for part in text.split(",")}))
+
+
+def add_options(parser: argparse.ArgumentParser, defaults: Any, rows: Iterable[tuple[str, Any, str]]) -> None:
+    """Add options to a parser: the name of each, what reads it, and its help. `defaults` has an attribute for each."""
+    for name, kind, text in rows:
+        default = getattr(defaults, name.replace("-", "_"))
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="X", help=f"{text} (default: {shown})")
 
 
 def _option(default: Any, text: str, **parser: Any) -> Any:

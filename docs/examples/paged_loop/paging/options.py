@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from serving.options import count, counts
+from serving.options import add_options, count, counts
 
 DESCRIPTION = """\
 Serve requests with a small paged engine in the manner of nano-vllm: a scheduler
@@ -36,7 +36,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     """Return options from a command line; exit with status 2 where one is wrong."""
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="paged_loop", description=DESCRIPTION, epilog=EPILOGUE, formatter_class=shape)
-    for name, kind, text in (
+    rows = (
         ("model", str, "random (a small seeded Llama), smollm2, or what else the demo takes"),
         ("backend", str, "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
         ("requests", count, "how many there are"),
@@ -46,10 +46,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         ("prefill-buckets", counts, "token counts of prompts to capture; the largest is how many may share a step"),
         ("rounds", count, "runs of each way, with --by-hand"),
         ("seed", int, "seed of the random model"),
-    ):
-        default = getattr(Options(), name.replace("-", "_"))
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="X", help=f"{text} (default: {shown})")
+    )
+    add_options(parser, Options(), rows)
     text = "serve the requests by the same loop without slotgraph, too, and time both in turns"
     parser.add_argument("--by-hand", action="store_true", help=text)
     return Options(**vars(parser.parse_args(argv)))
