@@ -332,7 +332,8 @@ def _base_faults(cls: type, bases: _Bases) -> Faults:
         elif name in taken:
             yield name, f"a base declares it, and {cls.__name__} sets it without an annotation: declare it, or drop it"
         else:
-            for base, other in others:
-                if not issubclass(nearest, base) and other != declared:
+            for number, (base, other) in enumerate(others):
+                is_overridden = issubclass(nearest, base) or any(issubclass(one, base) for one, _ in others[:number])
+                if not is_overridden and other != declared:
                     both = f"{nearest.__name__} and {base.__name__} both declare it"
                     yield name, f"{both}: declare it again to say which is meant, or drop it"

@@ -21,6 +21,7 @@ NO_SIDE: Final[Side] = {}
 Sources: TypeAlias = tuple[Any, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 _FILLS: Final = "__slotgraph_fills__"
+_KERNEL: Final = "__slotgraph_kernel__"
 _NOT_OF_USERS: Final = frozenset({"builtins", "numpy", "torch"})
 _IS_MAPPING: Final[dict[type, bool]] = {}  # `issubclass` with an abstract class costs more than the look-up itself
 
@@ -263,6 +264,7 @@ class Compute:
         needs: Its parameters in order: slots, fields of the batch, `step`, `settings`, `ranks`.
         writes_out: Whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
         fills: The slots that one call fills, if `fills` names them, else none.
+        kernel: Fills these slots in a graph instead, or None.
         again: What says whether it must run again: a function that returns a bool, or `changed`, which returns the
             contents of what is named. None if it runs in each step.
     """
@@ -271,6 +273,7 @@ class Compute:
     needs: tuple[str, ...]
     writes_out: bool
     fills: tuple[str, ...] = ()
+    kernel: Callable[..., Any] | None = None
     again: "Compute | None" = None
 
     @property
@@ -296,7 +299,7 @@ class Compute:
         return self.needs if self.again is None else tuple(dict.fromkeys((*self.needs, *self.again.needs)))
 
 
-def fills(*slots: str) -> Callable[[F], F]:
+def fills(*slots: str, kernel: Callable[..., object] | None = None) -> Callable[[F], F]:
     """Let one function fill several computed slots by one call in each step.
 
     The function returns a tuple with one value for each slot, in this order. If it takes `out`, that is a dict of the
@@ -305,6 +308,9 @@ def fills(*slots: str) -> Callable[[F], F]:
 
     Args:
         slots: The names of the slots.
+        kernel: Launches one kernel that writes what the function returns. It takes the function's arguments, and `out`,
+            the dict of the buffers. A capture on a CUDA device calls both. If the bytes are the same, the graph has the
+            kernel; otherwise, and everywhere else, the function runs.
 
     Raises:
         TypeError: The names are not at least two texts, all different.
@@ -314,6 +320,7 @@ def fills(*slots: str) -> Callable[[F], F]:
 
     def mark(function: F) -> F:
         setattr(function, _FILLS, slots)
+        setattr(function, _KERNEL, kernel)
         return function
 
     return mark
@@ -331,7 +338,8 @@ def compute_of(function: Callable[..., Any]) -> Compute:
             raise TypeError(f"{parameter} cannot name a slot: use plain parameters, one for each slot needed")
     names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
     needs = tuple(name for name in names if name != OUT)
-    return Compute(_no_coroutine(function), needs, OUT in names, getattr(function, _FILLS, ()))
+    marks = getattr(function, _FILLS, ()), getattr(function, _KERNEL, None)
+    return Compute(_no_coroutine(function), needs, OUT in names, *marks)
 
 
 def one_value(function: Callable[..., Any]) -> Compute:

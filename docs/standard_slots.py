@@ -44,7 +44,9 @@ def whys(inputs: type[Inputs]) -> dict[str, str]:
 
 def _rows(inputs: type[Inputs]) -> Iterator[str]:
     cuda, npu = ({s.name: s for s in explain_declaration(inputs.slotgraph, c, "").slots} for c in (CUDA, NPU))
-    said = whys(inputs)
+    said = dict[str, str]()
+    for base in reversed(inputs.__mro__):
+        said |= whys(base)
     for name in inspect.get_annotations(inputs):
         if (slot := inputs.slotgraph.slots.get(name)) is not None:
             yield "| " + " | ".join(_cells(slot, cuda[name], npu[name], said[name])) + " |"

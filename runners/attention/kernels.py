@@ -54,9 +54,9 @@ class FlashInferDecode(PagedCache):
     kv_last_page_len: tokens in each request's last page; 0 if it has none, from which `get_seq_lens` makes 0 again.
     """
 
-    kv_indptr: Tensor = computed(layouts.page_offsets, shape=BATCH + 1, dtype=int32)
-    kv_indices: Tensor = computed(layouts.packed_pages, shape=BATCH * PAGES, dtype=int32)
-    kv_last_page_len: Tensor = computed(layouts.last_page_lengths, shape=BATCH, dtype=int32)
+    kv_indptr: Tensor = computed(layouts.flashinfer_lists, shape=BATCH + 1, dtype=int32)
+    kv_indices: Tensor = computed(layouts.flashinfer_lists, shape=BATCH * PAGES, dtype=int32)
+    kv_last_page_len: Tensor = computed(layouts.flashinfer_lists, shape=BATCH, dtype=int32)
 
 
 class FlashInferVerify(FlashInferDecode):
@@ -67,18 +67,19 @@ class FlashInferVerify(FlashInferDecode):
     """
 
     extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
-    qo_indptr: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
+    qo_indptr: Tensor = computed(layouts.flashinfer_query_lists, shape=BATCH + 1, dtype=int32)
+    kv_indptr: Tensor = computed(layouts.flashinfer_query_lists, shape=BATCH + 1, dtype=int32)
+    kv_indices: Tensor = computed(layouts.flashinfer_query_lists, shape=BATCH * PAGES, dtype=int32)
+    kv_last_page_len: Tensor = computed(layouts.flashinfer_query_lists, shape=BATCH, dtype=int32)
 
 
-class FlashInferPrefill(FlashInferDecode):
+class FlashInferPrefill(FlashInferVerify):
     """Prefill by FlashInfer's paged attention: each request has query tokens of its own number.
 
     extend_seq_lens: new tokens of each request; 0 in padded rows, so that padded tokens belong to no request.
-    qo_indptr: where each request's query tokens begin, and behind them how many there are.
     """
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
-    qo_indptr: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class FlashAttention(PagedCache):
@@ -97,24 +98,18 @@ class FlashAttention(PagedCache):
     """
 
     extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
-    cache_seqlens: Tensor = computed(layouts.lengths_in_int32, shape=BATCH, dtype=int32)
-    cu_seqlens_q: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
-    cu_seqlens_k: Tensor = computed(layouts.length_offsets, shape=BATCH + 1, dtype=int32)
+    cache_seqlens: Tensor = computed(layouts.flash_attention_lists, shape=BATCH, dtype=int32)
+    cu_seqlens_q: Tensor = computed(layouts.flash_attention_lists, shape=BATCH + 1, dtype=int32)
+    cu_seqlens_k: Tensor = computed(layouts.flash_attention_lists, shape=BATCH + 1, dtype=int32)
 
 
-class FlashAttentionPrefill(PagedCache):
+class FlashAttentionPrefill(FlashAttention):
     """As `FlashAttention`, in a prefill: each request has query tokens of its own number.
 
     extend_seq_lens: new tokens of each request; 0 in padded rows, so that padded tokens belong to no request.
-    cache_seqlens: seq_lens as int32, the dtype that kernels take.
-    cu_seqlens_q: where each request's query tokens begin, and behind them how many there are.
-    cu_seqlens_k: the same for its tokens in the cache, for keys that are not in pages.
     """
 
     extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
-    cache_seqlens: Tensor = computed(layouts.lengths_in_int32, shape=BATCH, dtype=int32)
-    cu_seqlens_q: Tensor = computed(layouts.query_offsets, shape=BATCH + 1, dtype=int32)
-    cu_seqlens_k: Tensor = computed(layouts.length_offsets, shape=BATCH + 1, dtype=int32)
 
 
 class FlashMLA(PagedCache):
@@ -152,9 +147,9 @@ class FlexDecode(PagedCache):
     kv_indices: that page first, then the others, which no kernel reads.
     """
 
-    full_kv_num_blocks: Tensor = computed(layouts.full_page_counts, shape=(BATCH, 1, 1), dtype=int32)
-    kv_num_blocks: Tensor = computed(layouts.part_page_counts, shape=(BATCH, 1, 1), dtype=int32)
-    kv_indices: Tensor = computed(layouts.part_page_indices, shape=(BATCH, 1, 1, PAGES), dtype=int32)
+    full_kv_num_blocks: Tensor = computed(layouts.flex_lists, shape=(BATCH, 1, 1), dtype=int32)
+    kv_num_blocks: Tensor = computed(layouts.flex_lists, shape=(BATCH, 1, 1), dtype=int32)
+    kv_indices: Tensor = computed(layouts.flex_lists, shape=(BATCH, 1, 1, PAGES), dtype=int32)
 
 
 class TritonDecode(PagedCache):
@@ -169,10 +164,10 @@ class TritonDecode(PagedCache):
     num_kv_splits: how many parts each token's keys have, of TILE keys each.
     """
 
-    kv_indptr: Tensor = computed(layouts.length_offsets, shape=BATCH + 1, dtype=int32)
-    kv_indices: Tensor = computed(layouts.packed_tokens, shape=BATCH * PAGES * PAGE_SIZE, dtype=int64)
+    kv_indptr: Tensor = computed(layouts.triton_lists, shape=BATCH + 1, dtype=int32)
+    kv_indices: Tensor = computed(layouts.triton_lists, shape=BATCH * PAGES * PAGE_SIZE, dtype=int64)
     split_tile_size: Tensor = constant(TILE, shape=1, dtype=int32)
-    num_kv_splits: Tensor = computed(layouts.tile_counts, shape=TOKENS, dtype=int32)
+    num_kv_splits: Tensor = computed(layouts.triton_lists, shape=TOKENS, dtype=int32)
 
 
 class FusedInferAttention(PagedCache):

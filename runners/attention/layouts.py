@@ -1,11 +1,13 @@
 """Layouts of attention kernels: axes, and functions that make each slot from lengths and a page table."""
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor, int32
 
 from ...dataflow.axes import BATCH, TOKENS, Axis, Step
+from ...dataflow.sources import fills
 
 PAGES: Final = Axis("PAGES", fixed=True)
 """The most pages that one request may have."""
@@ -194,3 +196,91 @@ def lengths_by_token(seq_lens: Tensor, out: Tensor) -> None:
     """Write how many keys each query token sees if every request has as many: one more for each next token."""
     width = out.shape[0] // (len(seq_lens) or 1)
     out.copy_((seq_lens[:, None] + torch.arange(1 - width, 1, device=out.device)).clamp(min=0).flatten())
+
+
+def _by_kernel(seq_lens: Tensor, slots: Mapping[str, Tensor | None], **given: Any) -> None:
+    """Write lists by one kernel. slots: What it writes, by its own names of them."""
+    from .lists_kernel import launch  # noqa: PLC0415 - it needs triton, which is there with a CUDA device
+
+    launch(seq_lens, slots, **given)
+
+
+def _flash_attention_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, extend_seq_lens: Tensor) -> None:
+    slots = {"lengths": out.get("cache_seqlens"), "query_offsets": out.get("cu_seqlens_q")}
+    _by_kernel(seq_lens, {**slots, "token_offsets": out.get("cu_seqlens_k")}, queries=extend_seq_lens)
+
+
+@fills("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", kernel=_flash_attention_kernel)
+def flash_attention_lists(seq_lens: Tensor, extend_seq_lens: Tensor) -> tuple[Tensor, ...]:
+    """Return the lengths in the dtype that kernels take, and the offsets of query tokens and of tokens in the cache."""
+    return seq_lens.to(int32), offsets(extend_seq_lens), offsets(seq_lens)
+
+
+def _flashinfer_kernel(
+    out: Mapping[str, Tensor],
+    seq_lens: Tensor,
+    page_table: Tensor,
+    page_size: Tensor,
+    extend_seq_lens: Tensor | None = None,
+) -> None:
+    slots = {
+        "page_offsets": out.get("kv_indptr"),
+        "pages": out.get("kv_indices"),
+        "query_offsets": out.get("qo_indptr"),
+    }
+    _by_kernel(
+        seq_lens,
+        {**slots, "last_lengths": out.get("kv_last_page_len")},
+        queries=extend_seq_lens,
+        page_table=page_table,
+        page_size=page_size,
+        items=page_table.shape[1],
+    )
+
+
+@fills("kv_indptr", "kv_indices", "kv_last_page_len", kernel=_flashinfer_kernel)
+def flashinfer_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor) -> tuple[Tensor, ...]:
+    """Return the offsets of pages, the pages, and the tokens in each request's last page."""
+    kv_indptr = page_offsets(seq_lens, page_size)
+    return kv_indptr, packed_pages(page_table, kv_indptr), last_page_lengths(seq_lens, page_size)
+
+
+@fills("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_len", kernel=_flashinfer_kernel)
+def flashinfer_query_lists(
+    extend_seq_lens: Tensor, seq_lens: Tensor, page_table: Tensor, page_size: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the offsets of query tokens, and what `flashinfer_lists` returns."""
+    return offsets(extend_seq_lens), *flashinfer_lists(seq_lens, page_table, page_size)
+
+
+def _triton_kernel(
+    out: Mapping[str, Tensor], seq_lens: Tensor, page_table: Tensor, page_size: Tensor, split_tile_size: Tensor
+) -> None:
+    slots = {"token_offsets": out.get("kv_indptr"), "tokens": out["kv_indices"], "tiles": out.get("num_kv_splits")}
+    given = {"page_size": page_size, "tile_size": split_tile_size}
+    items = out["kv_indices"].shape[0] // (len(seq_lens) or 1)
+    _by_kernel(seq_lens, slots, page_table=page_table, items=items, **given)
+
+
+@fills("kv_indptr", "kv_indices", "num_kv_splits", kernel=_triton_kernel)
+def triton_lists(
+    seq_lens: Tensor, page_table: Tensor, page_size: Tensor, split_tile_size: Tensor, out: Mapping[str, Tensor]
+) -> None:
+    """Write the offsets of tokens, the places of tokens, and how many parts each token's keys have."""
+    kv_indptr = offsets(seq_lens)
+    out["kv_indptr"].copy_(kv_indptr)
+    packed_tokens(page_table, kv_indptr, page_size, out["kv_indices"])
+    tile_counts(seq_lens, split_tile_size, out["num_kv_splits"])
+
+
+def _flex_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, page_table: Tensor, page_size: Tensor) -> None:
+    slots = {"full_counts": out["full_kv_num_blocks"], "part_counts": out["kv_num_blocks"]}
+    given = {"page_table": page_table, "page_size": page_size, "items": page_table.shape[1]}
+    _by_kernel(seq_lens, {**slots, "part_first": out["kv_indices"]}, **given)
+
+
+@fills("full_kv_num_blocks", "kv_num_blocks", "kv_indices", kernel=_flex_kernel)
+def flex_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor) -> tuple[Tensor, ...]:
+    """Return how many pages are full, whether the last one is not, and the pages with that one in front."""
+    full, part = full_page_counts(seq_lens, page_size), part_page_counts(seq_lens, page_size)
+    return full, part, part_page_indices(page_table, full, part)

@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.dlpack import from_dlpack
 
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.computation import Computation, Results, ResultTail, part_of
+from ...dataflow.computation import Computation, Results, ResultTail, part_of, words
 from ...dataflow.guard import outside_inference
 from ...dataflow.sources import OUT, Compute
 
 AS_ONE: Final = "compiled as one"
 """The value in `CompiledFunctions.how` for a compiled function."""
-
-
+OWN_KERNEL: Final = "its own kernel"
+"""The value for a function in whose place a kernel of its own runs."""
 OTHER_MODES: Final = "torch has other modes in the capture than when it was compiled, such as autocast"
 """The value in `CompiledFunctions.how` for a compiled function that a capture runs as written."""
 
@@ -138,7 +138,7 @@ class CompiledFunctions:
 
     Attributes:
         floats: Whether functions that make floating-point numbers are compiled, too.
-        how: By slot, `AS_ONE`, or why its function runs as written.
+        how: By slot, `AS_ONE`, `OWN_KERNEL`, or why its function runs as written.
     """
 
     floats: bool = False
@@ -153,45 +153,60 @@ class CompiledFunctions:
         for one in computations:
             if one.slot not in self.how:
                 group = [other for other in computations if other is one or other.slot in one.compute.fills]
-                how = self._why_not(group) or AS_ONE
+                how = OWN_KERNEL if _has_kernel(one) else self._why_not(group) or AS_ONE
                 self.how.update({other.slot: how for other in group})
         return list(itertools.chain.from_iterable(self._runs(computations)))
 
     def _runs(self, computations: Computations) -> Iterator[list[Callable[[], None]]]:
-        """Yield the calls of functions that are compiled as one, as many as possible, and of others as written."""
-        left, is_compiled = list(computations), True
+        """Yield the calls of functions that are compiled as one, as many as possible, of kernels, and of others."""
+        left = list(computations)
         while left:
-            group, waiting = list[Computation](), dict[str, Computation]()
+            kind, group, waiting = self._kind(left[0]), list[Computation](), dict[str, Computation]()
             for one in left:
-                is_kind = (self.how[one.slot] == AS_ONE) == is_compiled
-                if is_kind and waiting.keys().isdisjoint(one.compute.needs):
+                if self._kind(one) == kind and waiting.keys().isdisjoint(one.compute.needs):
                     group.append(one)
                 else:
                     waiting[one.slot] = one
-            run = self._compile(group) if is_compiled and group else None
+            run = self._compile(group) if kind else None
             yield [functools.partial(one.run, None) for one in group] if run is None else [run]
-            left, is_compiled = [*waiting.values()], not is_compiled
+            left = [*waiting.values()]
+
+    def _kind(self, one: Computation) -> tuple[str, ...]:
+        """Return what functions that run by one call have in common. Empty for a function that runs as written."""
+        how = self.how[one.slot]
+        return (AS_ONE,) if how == AS_ONE else one.compute.fills if how == OWN_KERNEL else ()
 
     def _compile(self, group: Computations) -> Callable[[], None] | None:
-        """Return a call that runs a group compiled, or None if that fails or makes other bytes."""
+        """Return what runs a group compiled, or by its own kernel, or None if that fails or makes other bytes."""
+        is_own = self.how[group[0].slot] == OWN_KERNEL
+        what = OWN_KERNEL if is_own else "torch.compile"
         for one in group:
-            one.run(None)
+            (attrs.evolve(one, tail=None) if is_own else one).run(None)  # a kernel writes no tails
         expected = [one.target.clone() for one in group]
         try:
-            calls, tensors = _calls(group)
-            made = next((run for known, run in self._known if known == calls), None)
-            if made is None:
-                made = _compiled(calls)
-                self._known.append((calls, made))
-            with warnings.catch_warnings(action="ignore"), _alike():  # a compiler's own, which nobody here can act on
-                made(tensors)
+            run = _launcher(group) if is_own else self._as_one(group)
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything
-            self.how.update({one.slot: _refused(error) for one in group})
-            return None
+            why = _refused(error, what)
+        else:
+            pairs = zip(group, expected, strict=True)
+            other = next((one.slot for one, value in pairs if not torch.equal(one.target, value)), None)
+            if other is None or (self.floats and not is_own):
+                return run
+            why = f"{what} gives {other!r} other values"
+        self.how.update({one.slot: why for one in group})
         for one, value in zip(group, expected, strict=True):
-            if not self.floats and not torch.equal(one.target, value):
-                self.how.update({other.slot: f"compiled, {one.slot!r} has other values" for other in group})
-                return None
+            one.target.copy_(value)
+        return None
+
+    def _as_one(self, group: Computations) -> Callable[[], None]:
+        """Return a call that runs a group compiled as one. It has run once, since torch compiles in the first run."""
+        calls, tensors = _calls(group)
+        made = next((run for known, run in self._known if known == calls), None)
+        if made is None:
+            made = _compiled(calls)
+            self._known.append((calls, made))
+        with warnings.catch_warnings(action="ignore"), _alike():  # a compiler's own, which nobody here can act on
+            made(tensors)
         return functools.partial(self._run, made, tensors, group)
 
     def _run(
@@ -220,7 +235,7 @@ class CompiledFunctions:
             with warnings.catch_warnings(action="error"):  # such as that a cache of the function's is ignored
                 _compiled(calls, backend="eager")(tensors)
         except Exception as error:  # noqa: BLE001 - a compiler may raise anything
-            return _refused(error)
+            return _refused(error, "torch.compile")
         return None
 
 
@@ -230,8 +245,29 @@ def compiled_functions(capabilities: Capabilities, *, wanted: bool | None) -> Co
     return CompiledFunctions(floats=wanted is True) if is_compiled else None
 
 
-def _refused(error: Exception) -> str:
-    """Return why torch.compile refused a function: the first line of its error."""
+def _has_kernel(one: Computation) -> bool:
+    """Return whether a kernel can run in place of a function: Triton compiles for CUDA devices."""
+    return one.compute.kernel is not None and one.target.is_cuda and not (one.fields or one.asks_step)
+
+
+def _launcher(group: Computations) -> Callable[[], None]:
+    """Return a launch of the kernel that fills the slots of a group. It has run once, without the slots' tails."""
+    compute, given = group[0].compute, dict(group[0].function.keywords)
+    given[OUT] = compute.arguments({one.slot: one.target for one in group})
+
+    def launch() -> None:
+        compute.kernel(**given)  # type: ignore[misc] # it has one
+        for one in group:
+            one.pad(None)
+
+    for one in group:
+        words(one.target).bitwise_not_()  # what the kernel leaves alone is found
+    compute.kernel(**given)  # type: ignore[misc] # it has one
+    return launch
+
+
+def _refused(error: Exception, what: str) -> str:
+    """Return why a function runs as written: what refused it, and the first line of its error."""
     error = getattr(error, "inner_exception", error)  # what a compiler of torch.compile's raised
     line = str(error).strip().split("\n", 1)[0]
-    return f"torch.compile refuses it: {type(error).__name__}: {line:.200}"
+    return f"{what} refuses it: {type(error).__name__}: {line:.200}"

@@ -2,10 +2,8 @@
 
 import functools
 import importlib
-import importlib.util
 import itertools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +39,7 @@ from slotgraph.dataflow.ragged import Ragged
 from slotgraph.dataflow.tails import Number
 from tests.dataflow import test_ragged
 from tests.life import test_ahead as ahead
+from tests.triton_interpreter import interpreted, need_triton
 
 KERNEL = "slotgraph.backends.cuda_kernel"
 DTYPES = (*CODES, torch.uint16, torch.float64, torch.complex64)
@@ -71,12 +70,6 @@ class Way:
     programs: int = 1 << 30
 
 
-def need_triton() -> None:
-    """Skip where there is none."""
-    if sys.platform != "linux" or importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed, or not made for this system: it is for Linux")
-
-
 def by_triton(module: Any, table: torch.Tensor, packet: torch.Tensor, block: int) -> None:
     """The kernel of a module, compiled or interpreted."""
     module.fill_lanes[(len(table),)](table, packet, ADVANCE=False, BLOCK=block, num_warps=module.WARPS)
@@ -93,22 +86,6 @@ def on_device() -> Way:
     exact = torch.cuda.get_device_capability(device) >= (8, 0)  # before, torch rounds to bfloat16 in code of its own
     run: Run = lambda table, packet, _buffers, _sources, block: by_triton(module, table, packet, block)
     return Way(device, (8, 64, module.BLOCK), exact=exact, run=run)
-
-
-def interpreted() -> ModuleType:
-    """The kernel's module once more, under another name, for Triton's interpreter."""
-    need_triton()
-    triton = importlib.import_module("triton")  # as it is: only our module is to be interpreted
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip(f"triton {triton.__version__}: its interpreter leaves the language changed for compiled kernels")
-    found = importlib.util.find_spec(KERNEL)
-    assert found is not None
-    spec: Any = importlib.util.spec_from_file_location(KERNEL + "_interpreted", found.origin)
-    module: ModuleType = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec.loader.exec_module(module)
-    return module
 
 
 def watched(module: ModuleType) -> Run:
@@ -151,7 +128,7 @@ def kernel(request: pytest.FixtureRequest) -> Way:
         return on_device()
     here = torch.device("cpu")
     if request.param == "interpreter":  # which takes a millisecond for each program
-        return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
+        return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted(KERNEL)), programs=48)
     return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=lambda *given: HOST_FUSION.kernel(*given[:3])())
 
 
@@ -495,7 +472,7 @@ class Interpreting(HostBackend):
 def test_the_kernel_advances_and_edits_as_plain_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that follow one another, with requests that leave, join and change: no output and no byte differs."""
     backend = Interpreting()
-    backend.module = interpreted()
+    backend.module = interpreted(KERNEL)
     options: Any = {"sizes": {ahead.PAGES: ahead.WIDE}, "buckets": (4, 8, ahead.MOST), "lowering": "in_graph"}
 
     @functools.cache

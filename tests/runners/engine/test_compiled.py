@@ -11,8 +11,9 @@ import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, InputBuffers, Inputs, computed, copied, output
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
+from slotgraph.extend import fills
 from slotgraph.runners.engine import compiled
-from slotgraph.runners.engine.compiled import AS_ONE, OTHER_MODES
+from slotgraph.runners.engine.compiled import AS_ONE, OTHER_MODES, OWN_KERNEL
 from tests.runners.models import decoder
 
 POOL: Final = 64
@@ -143,7 +144,7 @@ def test_what_is_not_compiled_right_runs_as_written(
     if fault == "raises":
         assert how == {"torch.compile refuses it: RuntimeError: no compiler here"}
     else:
-        assert all(one.startswith("compiled, '") and one.endswith("' has other values") for one in how)
+        assert all(one.startswith("torch.compile gives '") and one.endswith("' other values") for one in how)
     batch = {"rows": [3, 5, 7], "table": [[1, 2, 3]] * 3}
     for got, expected in zip(ours(batch), plain(batch), strict=True):
         assert torch.equal(got, expected)
@@ -295,3 +296,59 @@ def test_settings_of_torch_that_changed_since_are_reported(backend: Backend) -> 
     with torch.autocast(backend.device.type, dtype=torch.bfloat16):
         buffers.fill_in_graph()
     assert OTHER_MODES in buffers.stats()["functions"].values() or backend.device.type == "npu"
+
+
+LEFT_ALONE: Final = "leaves a slot alone"
+
+
+def offsets_kernel(fault: str) -> Any:
+    """What stands for a kernel of a device, by plain operators."""
+
+    def launch(lens: torch.Tensor, out: Any) -> None:
+        if fault == "raises":
+            raise RuntimeError("no such chip")
+        out["starts"].copy_(lens.cumsum(0) - lens)
+        if fault != LEFT_ALONE:
+            out["ends"].copy_(lens.cumsum(0) + (fault == "differs"))
+
+    return launch
+
+
+@pytest.mark.parametrize("fault", ["", "raises", "differs", LEFT_ALONE])
+def test_a_kernel_of_its_own_runs_if_it_makes_the_same_bytes(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """In place of the function that it stands for; tails follow, and functions of its slots; else the function runs."""
+    ran = list[str]()
+
+    @fills("starts", "ends", kernel=offsets_kernel(fault))
+    def offsets(lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append("function")
+        return lens.cumsum(0) - lens, lens.cumsum(0)
+
+    class Offsets(Inputs):
+        lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2)
+        starts: torch.Tensor = computed(offsets, shape=BATCH, dtype=torch.int64)
+        ends: torch.Tensor = computed(offsets, shape=BATCH, dtype=torch.int64, pad=-1)
+        middles: torch.Tensor = computed(lambda starts, ends: starts + ends, shape=BATCH, dtype=torch.int64)
+
+    monkeypatch.setattr(compiled, "_has_kernel", lambda one: one.compute.kernel is not None)
+    runner: DecodeRunner[Any] = decoder(
+        Offsets,
+        lambda view: torch.stack([view.starts, view.ends, view.middles], 1),
+        backend="cpu-capture",
+        buckets=[4],
+        compile_computed=True,
+        output_rows=BATCH,
+    )
+    how = runner.stats()["capture"]["functions"]
+    why = {
+        "": OWN_KERNEL,
+        "raises": f"{OWN_KERNEL} refuses it: RuntimeError: no such chip",
+        "differs": f"{OWN_KERNEL} gives 'ends' other values",
+        LEFT_ALONE: f"{OWN_KERNEL} gives 'ends' other values",
+    }
+    assert (how["starts"], how["ends"]) == (why[fault],) * 2
+    ran.clear()
+    view = runner.fill({"lens": [3, 5, 7]})
+    assert runner.replay(view).tolist() == [[0, 3, 3], [3, 8, 11], [8, 15, 23]]
+    assert view.ends.tolist() == [3, 8, 15, -1]
+    assert not ran

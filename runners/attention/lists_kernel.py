@@ -1,0 +1,150 @@
+"""One Triton kernel for the lists of attention: offsets, packed pages or tokens, and what a block mask has.
+
+A program has one request, and a part of its lists. It adds up the lengths of all requests by itself, so that none waits
+for another. `layouts` has the same as plain functions, with which a capture compares it.
+"""
+# Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - see above; the kernel has an argument for each list
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from collections.abc import Mapping
+from typing import Final
+
+import triton  # pyright: ignore[reportMissingImports] - there only on Linux
+import triton.language as tl  # pyright: ignore[reportMissingImports] - likewise
+from torch import Tensor
+
+BLOCK: Final = 1024
+"""Items that a program writes at a time."""
+LISTS: Final = (
+    "lengths",
+    "query_offsets",
+    "token_offsets",
+    "page_offsets",
+    "pages",
+    "tokens",
+    "last_lengths",
+    "tiles",
+    "full_counts",
+    "part_counts",
+    "part_first",
+)
+"""What the kernel can write, in the order of its arguments. `layouts` says what each holds."""
+
+
+@triton.jit
+def _divided_up(number, divisor):
+    return (number + divisor - 1) // divisor
+
+
+@triton.jit
+def _write_offset(target, counts, every, row):
+    """Write where the next request begins. Return where this one begins, and the total."""
+    tl.store(target + row + 1, tl.sum(tl.where(every <= row, counts, 0)))
+    if row == 0:
+        tl.store(target, 0)
+    return tl.sum(tl.where(every < row, counts, 0)), tl.sum(counts)
+
+
+@triton.jit
+def _write_pages(target, source, stride, columns, row, count, start, total, BLOCK: tl.constexpr):
+    """Write a request's pages at its place, and 0 to its share of what is behind all of them."""
+    for at in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
+        place = at + tl.arange(0, BLOCK)
+        in_use = place < tl.minimum(count, columns)
+        tl.store(target + start + place, tl.load(source + place * stride, mask=in_use), mask=in_use)
+        behind = row * columns + place
+        tl.store(target + behind, 0, mask=(place < columns) & (behind >= total))
+
+
+@triton.jit
+def _write_tokens(target, source, stride, size, most, row, count, start, total, BLOCK: tl.constexpr):
+    """Write the places of a request's tokens, as `_write_pages` writes pages. most: Tokens that a request may have."""
+    for at in range(tl.program_id(1) * BLOCK, most, tl.num_programs(1) * BLOCK):
+        place = at + tl.arange(0, BLOCK)
+        in_use = place < tl.minimum(count, most)
+        page = tl.load(source + place // size * stride, mask=in_use).to(tl.int64)
+        tl.store(target + start + place, page * size + place % size, mask=in_use)
+        behind = row * most + place
+        tl.store(target + behind, 0, mask=(place < most) & (behind >= total))
+
+
+@triton.jit
+def _write_part_first(target, source, stride, columns, front, BLOCK: tl.constexpr):
+    """Write a request's pages with the one at `front` before all others."""
+    for at in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
+        place = at + tl.arange(0, BLOCK)
+        column = tl.where(place == 0, front, place - (place <= front).to(tl.int32))
+        page = tl.load(source + column * stride, mask=place < columns)
+        tl.store(target + place, page, mask=place < columns)
+
+
+@triton.jit(do_not_specialize=["row_stride", "rows", "columns", "width"])  # one compilation for most buckets
+def write_lists(
+    seq_lens, queries, table, row_stride, stride, page_size, tile_size, rows, columns, width,
+    lengths, query_offsets, token_offsets, page_offsets, pages, tokens, last_lengths, tiles, full_counts, part_counts,
+    part_first, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one request's share of each list that is not None.
+
+    rows and columns are those of the page table; width is how often a request's number of tiles is written.
+    """
+    row = tl.program_id(0)
+    every = tl.arange(0, ROWS)
+    length = tl.load(seq_lens + row)
+    all_lengths = tl.load(seq_lens + every, mask=every < rows, other=0)
+    source = table + row.to(tl.int64) * row_stride
+    if lengths is not None:
+        tl.store(lengths + row, length)
+    if query_offsets is not None:
+        _write_offset(query_offsets, tl.load(queries + every, mask=every < rows, other=0), every, row)
+    if tiles is not None:
+        for place in range(width):
+            tl.store(tiles + row * width + place, _divided_up(length, tl.load(tile_size)))
+    if token_offsets is not None:
+        start, total = _write_offset(token_offsets, all_lengths, every, row)
+        if tokens is not None:
+            size = tl.load(page_size)
+            _write_tokens(tokens, source, stride, size, columns * size, row, length, start, total, BLOCK)
+    if page_offsets is not None:
+        size = tl.load(page_size)
+        start, total = _write_offset(page_offsets, _divided_up(all_lengths, size), every, row)
+        _write_pages(pages, source, stride, columns, row, _divided_up(length, size), start, total, BLOCK)
+        tl.store(last_lengths + row, tl.where(length > 0, (length - 1) % size + 1, 0))
+    if part_first is not None:
+        size = tl.load(page_size)
+        is_part = (length % size > 0).to(tl.int32)
+        tl.store(full_counts + row, length // size)
+        tl.store(part_counts + row, is_part)
+        _write_part_first(part_first + row * columns, source, stride, columns, length // size * is_part, BLOCK)
+
+
+def launch(
+    seq_lens: Tensor,
+    lists: Mapping[str, Tensor | None],
+    *,
+    queries: Tensor | None = None,
+    page_table: Tensor | None = None,
+    page_size: Tensor | None = None,
+    tile_size: Tensor | None = None,
+    items: int = 1,
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        seq_lens: Lengths of requests, at least one.
+        lists: What to write, by the names of `LISTS`.
+        queries: Query tokens of each request, for their offsets.
+        page_table: Pages of each request, for lists of them.
+        page_size: Tokens in a page.
+        tile_size: Keys in a part of a request's list.
+        items: Items that a request has at most in its longest list.
+    """
+    rows, tiles = seq_lens.shape[0], lists.get("tiles")
+    width = 0 if tiles is None else tiles.shape[0] // rows
+    stride = (0, 0) if page_table is None else page_table.stride()
+    columns = 0 if page_table is None else page_table.shape[1]
+    write_lists[rows, triton.cdiv(items, 2 * BLOCK)](
+        seq_lens, queries, page_table if page_table is not None else seq_lens, *stride, page_size, tile_size, rows,
+        columns, width, *map(lists.get, LISTS), ROWS=max(64, triton.next_power_of_2(rows)), BLOCK=BLOCK,
+    )  # fmt: skip

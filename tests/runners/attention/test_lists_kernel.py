@@ -1,0 +1,90 @@
+"""The kernel for lists of attention, in Triton's interpreter and on a device, beside the functions it stands for."""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, TOKENS, attention
+from slotgraph.backends.cuda import CudaBackend
+from slotgraph.dataflow.axes import extent
+from slotgraph.dataflow.sources import compute_of
+from slotgraph.runners.attention import layouts
+from tests.triton_interpreter import interpreted
+
+KERNEL: Final = "slotgraph.runners.attention.lists_kernel"
+SETS: Final[dict[str, Any]] = {
+    "FlashAttention": layouts.flash_attention_lists,
+    "FlashInferDecode": layouts.flashinfer_lists,
+    "FlashInferVerify": layouts.flashinfer_query_lists,
+    "TritonDecode": layouts.triton_lists,
+    "FlexDecode": layouts.flex_lists,
+}
+BLOCK: Final = 8
+"""Items that a program writes at a time, fewer than a request has."""
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> Any:
+    """Where the kernel runs."""
+    if request.param == "cuda":
+        if not (available := CudaBackend.is_available()):
+            pytest.skip(f"cuda: {available.reason}")
+        yield torch.device("cuda")
+        return
+    module: ModuleType = interpreted(KERNEL)
+    language: Any = importlib.import_module("triton.language")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, KERNEL, module)
+        patch.setattr(module, "BLOCK", BLOCK)
+        patch.setattr(language, "sum", lambda one: language.reduce(one, 0, language.standard._sum_combine))
+        yield torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", SETS)
+@given(data=st.data(), page=st.sampled_from([1, 3, 16]), columns=st.integers(1, 20), rows=st.integers(1, 9))
+def test_the_kernel_writes_what_the_functions_return(
+    name: str, device: torch.device, data: st.DataObject, page: int, columns: int, rows: int
+) -> None:
+    """Random lengths, none and full ones too, and rows of a wider table; nothing else is written."""
+    width, most = data.draw(st.integers(1, 3)), columns * page
+    lens = data.draw(st.lists(st.sampled_from([0, 1, page, most]) | st.integers(0, most), min_size=rows, max_size=rows))
+    seed = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    wide = torch.randint(0, 1000, (rows, 2 * columns), generator=seed, dtype=torch.int32).to(device)
+    given_ = {
+        "seq_lens": torch.tensor(lens, dtype=torch.int32, device=device),
+        "page_table": data.draw(st.sampled_from([wide[:, :columns], wide[:, ::2]])),
+        "page_size": torch.tensor([page], dtype=torch.int32, device=device),
+        "split_tile_size": torch.tensor([5], dtype=torch.int32, device=device),
+        "extend_seq_lens": torch.randint(0, 7, (rows,), generator=seed, dtype=torch.int32).to(device),
+    }
+    compute = compute_of(SETS[name])
+    sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page}
+    slots = getattr(attention, name).slotgraph.slots
+    made, expected = (buffers(slots, compute.fills, sizes, rows, width, device) for _ in range(2))
+    arguments = {need: given_[need] for need in compute.needs}
+    if compute.writes_out:
+        compute.function(**arguments, out={slot: one[:-1].view(shape) for slot, (one, shape) in expected.items()})
+    else:
+        for (one, shape), value in zip(expected.values(), compute.function(**arguments), strict=True):
+            assert value.dtype == one.dtype
+            one[:-1].view(shape).copy_(value)
+    assert compute.kernel is not None
+    compute.kernel(**arguments, out={slot: one[:-1].view(shape) for slot, (one, shape) in made.items()})
+    for slot in compute.fills:
+        assert torch.equal(made[slot][0], expected[slot][0]), slot
+
+
+def buffers(slots: Any, names: Any, sizes: Any, rows: int, width: int, device: torch.device) -> dict[str, Any]:
+    """A poisoned buffer for each slot, with one element behind it that must stay as it is, and the slot's shape."""
+    found = {}
+    for name in names:
+        shape = extent(slots[name].shape, {**sizes, BATCH: rows, TOKENS: rows * width})
+        count = int(torch.Size(shape).numel())
+        found[name] = torch.full((count + 1,), -7, dtype=slots[name].dtype, device=device), shape
+    return found
