@@ -16,7 +16,7 @@ from .kernels import FlashAttentionPrefill, FlashInferDecode, SparseIndexer, Tri
 from .layouts import PAGE_SIZE
 
 PLAN_BYTES: Final = Axis("PLAN_BYTES", fixed=True)
-"""Bytes of the workspace on the device that FlashInfer plans into: 8 MiB, if its wrapper made it."""
+"""Bytes of the workspace on the device that FlashInfer plans into; its wrappers allocate 8 MiB."""
 HEAD_BLOCKS: Final = Axis("HEAD_BLOCKS", fixed=True)
 """Blocks that SGLang's kernel has for the heads of a token: each a head, or the up to 16 that share a head of keys."""
 SPLITS: Final = Axis("SPLITS", fixed=True)
@@ -46,19 +46,20 @@ class FlashInferPlanned(FlashInferDecode):
 
     The plan of FlashInfer 0.6.18 depends on kv_indptr alone (flashinfer-ai/flashinfer, include/flashinfer/attention/
     scheduler.cuh, `DecodePlan` and `PrefillPlan`, commit fb28d72), but for the kernels fa3. The runner's settings have
-    `plan`, a function of kv_indptr on the host, with padded requests, and of the workspace. It calls the plan of the
-    wrapper of so many requests. The workspace is the wrapper's `_int_workspace_buffer`: give it by bind=. What else is
-    planned, `_plan_info`, is frozen in the graph: let the function raise if that differs from its first one.
+    `plan`, a function of kv_indptr on the host, with padded requests, and of the workspace. It gives the wrapper of so
+    many requests this workspace, if it has another one, and calls its plan. What else is planned, `_plan_info`, is
+    frozen in the graph: let the function raise if that differs from its first one.
 
     host_seq_lens: the batch's seq_lens_cpu, since reading seq_lens back would wait; padded rows as in seq_lens.
-    host_page_counts: pages of each request; the plan is good until one of them changes.
+    host_page_counts: pages of each request, until one of which changes the plan is good; padded rows have a page, or
+        none if they have no token, also at a capture.
     plan_workspace: which block works on which pages of which request; 0 where the plan writes nothing.
     """
 
     host_seq_lens: Tensor = copied(
         BATCH, dtype=int32, pad=SEQ_LEN_FILL, placement=HOST, converts=(int64,), source="seq_lens_cpu"
     )
-    host_page_counts: Tensor = computed(host_page_counts, shape=BATCH, dtype=int32, placement=HOST)
+    host_page_counts: Tensor = computed(host_page_counts, shape=BATCH, dtype=int32, placement=HOST, pad=SEQ_LEN_FILL)
     plan_workspace: Tensor = computed(planned, shape=PLAN_BYTES, dtype=uint8, again=("host_page_counts",))
 
 
