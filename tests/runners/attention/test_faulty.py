@@ -66,13 +66,9 @@ def found(inputs: type[Inputs], backend: Backend) -> list[Finding]:
     cache = cache_on(backend.device)
 
     HELD.clear()
+    given: dict[str, Any] = {"buckets": kinds.BUCKETS, "sizes": kinds.sizes_of(inputs, PAGE), "progress": False}
     runner: DecodeRunner[Any] = DecodeRunner(
-        inputs,
-        lambda view: flashinfer(view, cache, PAGE),
-        buckets=kinds.BUCKETS,
-        sizes=kinds.sizes_of(inputs, PAGE),
-        backend=backend,
-        progress=False,
+        inputs, lambda view: flashinfer(view, cache, PAGE), backend=backend, **given
     )
     runner.capture()
 
