@@ -164,10 +164,10 @@ class TritonDecode(PagedCache):
     num_kv_splits: how many parts each token's keys have, of TILE keys each.
     """
 
-    kv_indptr: Tensor = computed(layouts.triton_lists, shape=BATCH + 1, dtype=int32)
-    kv_indices: Tensor = computed(layouts.triton_lists, shape=BATCH * PAGES * PAGE_SIZE, dtype=int64)
+    kv_indptr: Tensor = computed(layouts.split_token_lists, shape=BATCH + 1, dtype=int32)
+    kv_indices: Tensor = computed(layouts.split_token_lists, shape=BATCH * PAGES * PAGE_SIZE, dtype=int64)
     split_tile_size: Tensor = constant(TILE, shape=1, dtype=int32)
-    num_kv_splits: Tensor = computed(layouts.triton_lists, shape=TOKENS, dtype=int32)
+    num_kv_splits: Tensor = computed(layouts.split_token_lists, shape=TOKENS, dtype=int32)
 
 
 class FusedInferAttention(PagedCache):

@@ -30,11 +30,12 @@ def offsets(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=int32), (1, 0))
 
 
-def _divided_up(number: Tensor, divisor: Tensor | int) -> Tensor:
+def divided_up(number: Tensor, divisor: Tensor | int) -> Tensor:
+    """Return the quotient, rounded up."""
     return (number + divisor - 1) // divisor
 
 
-def _located(starts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+def located(starts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return of each place the last item that begins there or before, and how far behind its beginning the place is."""
     items = torch.searchsorted(starts, places, right=True) - 1
     return items, places - starts[items]
@@ -58,25 +59,25 @@ def query_ends(step: Step) -> list[int]:
 
 def page_offsets(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return the offsets of each request's pages."""
-    return offsets(_divided_up(seq_lens, page_size))
+    return offsets(divided_up(seq_lens, page_size))
 
 
-def _packed(indptr: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+def packed(indptr: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each place of a packed list whether it is in use, and the request and the item that it holds."""
-    requests, items = _located(indptr, torch.arange(capacity, dtype=int32, device=indptr.device))
+    requests, items = located(indptr, torch.arange(capacity, dtype=int32, device=indptr.device))
     in_use = requests < indptr.shape[0] - 1
     return in_use, requests * in_use, items * in_use
 
 
 def packed_pages(page_table: Tensor, kv_indptr: Tensor) -> Tensor:
     """Return the pages of all requests one behind the other, and 0 behind the last."""
-    in_use, requests, pages = _packed(kv_indptr, page_table.numel())
+    in_use, requests, pages = packed(kv_indptr, page_table.numel())
     return page_table[requests, pages] * in_use
 
 
 def packed_tokens(page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out: Tensor) -> None:
     """Write the places of all requests' tokens one behind the other, and 0 behind the last."""
-    in_use, requests, tokens = _packed(kv_indptr, out.shape[0])
+    in_use, requests, tokens = packed(kv_indptr, out.shape[0])
     places = page_table[requests, tokens // page_size].to(out.dtype) * page_size + tokens % page_size
     out.copy_(places * in_use)
 
@@ -93,7 +94,7 @@ def lengths_in_int32(seq_lens: Tensor) -> Tensor:
 
 def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
     """Write into how many parts of one size each token's keys are split. Every request has as many tokens."""
-    counts = _divided_up(seq_lens, split_tile_size)
+    counts = divided_up(seq_lens, split_tile_size)
     out.copy_(counts.repeat_interleave(out.shape[0] // (len(counts) or 1)))
 
 
@@ -121,7 +122,7 @@ _OVERHEAD: Final = 5
 
 def block_costs(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     """Return the offsets of each request's work: its blocks, at least one, and the cost of beginning with it."""
-    return offsets(_divided_up(seq_lens, page_size).clamp(min=1) + _OVERHEAD)
+    return offsets(divided_up(seq_lens, page_size).clamp(min=1) + _OVERHEAD)
 
 
 def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
@@ -133,8 +134,8 @@ def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
     """
     work, parts = page_table.numel() + page_table.shape[0] * _OVERHEAD, out.shape[0] - 1
     places = torch.arange(work + 1, dtype=int32, device=out.device)
-    reach = places + _divided_up(cost_offsets[-1:], parts) + _OVERHEAD
-    unused = _located(cost_offsets, reach)[1].clamp(max=_OVERHEAD)
+    reach = places + divided_up(cost_offsets[-1:], parts) + _OVERHEAD
+    unused = located(cost_offsets, reach)[1].clamp(max=_OVERHEAD)
     ends = torch.minimum(reach - unused, cost_offsets[-1:])
     starts = places[:1]
     while starts.shape[0] <= parts:
@@ -144,8 +145,8 @@ def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
 
 def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) -> Tensor:
     """Return for each part its first and last request, blocks of these, first split, and whether they are split."""
-    first, begin = _located(cost_offsets, part_offsets[:-1])
-    last, end = _located(cost_offsets, part_offsets[1:])
+    first, begin = located(cost_offsets, part_offsets[:-1])
+    last, end = located(cost_offsets, part_offsets[1:])
     is_cut = end > 0
     last = torch.where(is_cut, last, last - 1)
     blocks = cost_offsets[last + 1] - cost_offsets[last] - _OVERHEAD
@@ -159,7 +160,7 @@ def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) 
 
 def split_offsets(cost_offsets: Tensor, part_offsets: Tensor) -> Tensor:
     """Return the offsets of each request's splits: one, and one more for each part that begins inside of it."""
-    is_cut = _located(cost_offsets, part_offsets)[1] > 0
+    is_cut = located(cost_offsets, part_offsets)[1] > 0
     cuts = (is_cut & (part_offsets < cost_offsets[:, None])).sum(1)
     return (torch.arange(cuts.shape[0], device=cuts.device) + cuts).to(int32)
 
@@ -172,13 +173,13 @@ def pooled_pages(req_to_token: Tensor, req_pool_indices: Tensor, page_size: Tens
 
 def chunk_offsets(extend_seq_lens: Tensor, chunk_size: Tensor) -> Tensor:
     """Return the offsets of each request's chunks: int64, as flash-linear-attention has them."""
-    return offsets(_divided_up(extend_seq_lens, chunk_size)).long()
+    return offsets(divided_up(extend_seq_lens, chunk_size)).long()
 
 
 def chunk_indices(chunk_offsets: Tensor, out: Tensor) -> None:
     """Write the request of each chunk, and its number there. Those in the tail are behind the last one's end."""
     places = torch.arange(out.shape[0], device=out.device)
-    requests = _located(chunk_offsets, places)[0].clamp(max=chunk_offsets.shape[0] - 2)
+    requests = located(chunk_offsets, places)[0].clamp(max=chunk_offsets.shape[0] - 2)
     out.copy_(torch.stack([requests, places - chunk_offsets[requests]], 1))
 
 
@@ -253,23 +254,32 @@ def flashinfer_query_lists(
     return offsets(extend_seq_lens), *flashinfer_lists(seq_lens, page_table, page_size)
 
 
-def _triton_kernel(
-    out: Mapping[str, Tensor], seq_lens: Tensor, page_table: Tensor, page_size: Tensor, split_tile_size: Tensor
+def _tokens_kernel(
+    out: Mapping[str, Tensor],
+    seq_lens: Tensor,
+    page_table: Tensor,
+    page_size: Tensor,
+    split_tile_size: Tensor | None = None,
 ) -> None:
     slots = {"token_offsets": out.get("kv_indptr"), "tokens": out["kv_indices"], "tiles": out.get("num_kv_splits")}
     given = {"page_size": page_size, "tile_size": split_tile_size}
-    items = out["kv_indices"].shape[0] // (len(seq_lens) or 1)
-    _by_kernel(seq_lens, slots, page_table=page_table, items=items, **given)
+    _by_kernel(seq_lens, slots, page_table=page_table, items=out["kv_indices"].shape[0] // len(seq_lens), **given)
 
 
-@fills("kv_indptr", "kv_indices", "num_kv_splits", kernel=_triton_kernel)
-def triton_lists(
-    seq_lens: Tensor, page_table: Tensor, page_size: Tensor, split_tile_size: Tensor, out: Mapping[str, Tensor]
-) -> None:
-    """Write the offsets of tokens, the places of tokens, and how many parts each token's keys have."""
+@fills("kv_indptr", "kv_indices", kernel=_tokens_kernel)
+def token_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor, out: Mapping[str, Tensor]) -> None:
+    """Write the offsets of tokens, and their places in the cache."""
     kv_indptr = offsets(seq_lens)
     out["kv_indptr"].copy_(kv_indptr)
     packed_tokens(page_table, kv_indptr, page_size, out["kv_indices"])
+
+
+@fills("kv_indptr", "kv_indices", "num_kv_splits", kernel=_tokens_kernel)
+def split_token_lists(
+    seq_lens: Tensor, page_table: Tensor, page_size: Tensor, split_tile_size: Tensor, out: Mapping[str, Tensor]
+) -> None:
+    """Write what `token_lists` writes, and how many parts each token's keys have."""
+    token_lists(seq_lens, page_table, page_size, out)
     tile_counts(seq_lens, split_tile_size, out["num_kv_splits"])
 
 

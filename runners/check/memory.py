@@ -25,7 +25,7 @@ from ..engine.sampling import Sample, rebuilt
 from ..engine.state import Change
 from ..engine.traffic import Traffic, run_seen
 from ..testing.timing import occupier
-from .trial import Finding, Tensors, Trial, copies, live_part, mismatches, named
+from .trial import Finding, Tensors, Trial, copies, error_text, live_part, mismatches, named
 
 RACE_STEPS: Final = ENTRIES + SEGMENT  # steps in flight: more than a ring has entries
 FREE_SHARE: Final = 0.25
@@ -152,7 +152,8 @@ def _unwritten(trial: Trial, number: int) -> Iterator[Finding]:
         generator = torch.Generator().manual_seed(trial.seed + number)
         put = {name: garbage(trial.filled[name], generator, flipped=flipped) for name in names}
         held = trial.run(lambda _: {name: vars(trial.view)[name].clone() for name in names}, put)
-        if held is None:  # other checks report the error
+        if held is None:
+            yield from _reads_garbage(trial, put)
             return
         pair.append(held)
     for name in names:
@@ -165,6 +166,18 @@ def _unwritten(trial: Trial, number: int) -> Iterator[Finding]:
             must = "write every live row in each step, or leave the slot out of the declaration"
         if rows := unequal_rows(one, other):
             yield Finding("coverage", name, f"{what}: {rows} still hold what lay there before; {must}")
+
+
+def _reads_garbage(trial: Trial, put: Tensors) -> Iterator[Finding]:
+    """Find slots whose garbage makes the step raise, and which the step or their function so has not written."""
+    for name, tensor in put.items():
+        trial.run(lambda _: None, {name: tensor})
+        if trial.error is not None:
+            message = (
+                f"the step raised {error_text(trial.error)} because of what lay in slot {name!r} before, which nothing "
+                "has written: a function that takes `out` must fill all of it, padded rows too"
+            )
+            yield Finding("coverage", name, message)
 
 
 def check_races(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:

@@ -242,6 +242,15 @@ class Lora(Inputs):
     seg_indptr: Tensor = computed(counts.segment_offsets, shape=BATCH + 1, dtype=int32)
 
 
+class LoraPrefill(Lora):
+    """A mixin: as `Lora`, in a prefill, where each request has tokens of its own number.
+
+    seg_lens: the batch's `extend_seq_lens`; 0 in padded rows, so that no adapter is applied to padded tokens.
+    """
+
+    seg_lens: Tensor = copied(BATCH, dtype=int32, pad=0, converts=(int64,), source="extend_seq_lens")
+
+
 class DraftExtendInputs(Requests):
     """The inputs of the draft model after a verification: WIDTH tokens for each request, as many as were drafted.
 

@@ -8,11 +8,22 @@ from slotgraph.runners.attention.kernels import (
     TritonDecode,
 )
 from slotgraph.runners.attention.layouts import CHUNK, CHUNKS, PAGE_SIZE, PAGES, POOL, SM_PARTS, TILE
+from slotgraph.runners.attention.parts import (
+    CONTEXT_RANK, CONTEXT_RANKS, INTERLEAVE, WINDOW, WINDOW_PAGES, ContextParallel, FlashInferWindow, TritonWindow,
+    WindowCache,
+)
+from slotgraph.runners.attention.schedules import (
+    HEAD_BLOCKS, MULTIPROCESSORS, PLAN_BYTES, SPLITS, FlashInferPlanned, SparseIndexerPrefill,
+    SparseIndexerSchedule, TritonBalanced,
+)
 
 __all__ = [
-    "CHUNK", "CHUNKS", "PAGES", "PAGE_SIZE", "POOL", "SM_PARTS", "TILE", "FlashAttention", "FlashAttentionPrefill",
-    "FlashInferDecode", "FlashInferPrefill", "FlashInferVerify", "FlashMLA", "FlexDecode", "FusedInferAttention",
-    "LinearAttention", "LinearAttentionVerify", "PagedCache", "PooledCache", "SparseIndexer", "TritonDecode",
+    "CHUNK", "CHUNKS", "CONTEXT_RANK", "CONTEXT_RANKS", "HEAD_BLOCKS", "INTERLEAVE", "MULTIPROCESSORS", "PAGES",
+    "PAGE_SIZE", "PLAN_BYTES", "POOL", "SM_PARTS", "SPLITS", "TILE", "WINDOW", "WINDOW_PAGES", "ContextParallel",
+    "FlashAttention", "FlashAttentionPrefill", "FlashInferDecode", "FlashInferPlanned", "FlashInferPrefill",
+    "FlashInferVerify", "FlashInferWindow", "FlashMLA", "FlexDecode", "FusedInferAttention", "LinearAttention",
+    "LinearAttentionVerify", "PagedCache", "PooledCache", "SparseIndexer", "SparseIndexerPrefill",
+    "SparseIndexerSchedule", "TritonBalanced", "TritonDecode", "TritonWindow", "WindowCache",
 ]
 # fmt: on
 

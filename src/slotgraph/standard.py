@@ -9,8 +9,8 @@ from slotgraph.runners.standard.declarations import (
     BoundedContext, BreakableInputs, ContextLengths, DataParallelAgreed, DataParallelAgreedExtend,
     DataParallelCarried, DataParallelGathered, DataParallelGatheredExtend, DecodeInputs, DraftExtendInputs,
     DraftInputs, DraftMrope, DraftPrefillInputs, DraftSampling, EagerInputs, EncoderDecoder, ExpertParallel,
-    ExpertParallelSharded, HostLengths, InputEmbeds, Lora, Mamba, Mrope, MultiLayerDraftExtendInputs, NgramEmbedding,
-    PipelineIndices, PipelineProxies, PrefillInputs, Requests, Sampling, SlidingWindow,
+    ExpertParallelSharded, HostLengths, InputEmbeds, Lora, LoraPrefill, Mamba, Mrope, MultiLayerDraftExtendInputs,
+    NgramEmbedding, PipelineIndices, PipelineProxies, PrefillInputs, Requests, Sampling, SlidingWindow,
     TargetVerifyInputs,
 )
 
@@ -19,7 +19,7 @@ __all__ = [
     "BoundedContext", "BreakableInputs", "ContextLengths", "DataParallelAgreed", "DataParallelAgreedExtend",
     "DataParallelCarried", "DataParallelGathered", "DataParallelGatheredExtend", "DecodeInputs", "DraftExtendInputs",
     "DraftInputs", "DraftMrope", "DraftPrefillInputs", "DraftSampling", "EagerInputs", "EncoderDecoder",
-    "ExpertParallel", "ExpertParallelSharded", "HostLengths", "InputEmbeds", "Lora", "Mamba", "Mrope",
+    "ExpertParallel", "ExpertParallelSharded", "HostLengths", "InputEmbeds", "Lora", "LoraPrefill", "Mamba", "Mrope",
     "MultiLayerDraftExtendInputs", "NgramEmbedding", "PipelineIndices", "PipelineProxies", "PrefillInputs",
     "Requests", "Sampling", "Sharding", "SlidingWindow", "TargetVerifyInputs", "model_dtype",
 ]

@@ -1,13 +1,16 @@
 """Paged attention in plain torch, from each kernel's own inputs alone, and from requests one by one in plain code."""
 
-from collections.abc import Callable
+import itertools
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import attrs
 import torch
 from torch import Tensor
 
 from tests.runners.attention import kinds
-from tests.runners.attention.builders import CHUNK, TILE, Requests
+from tests.runners.attention.builders import CHUNK, SPLITS, TILE, WINDOW, Requests
 
 Attention = Callable[[Any, Tensor, int], Tensor]
 
@@ -40,7 +43,7 @@ def even(view: Any) -> Tensor:
     return found
 
 
-def flashinfer(view: Any, cache: Tensor, page: int) -> Tensor:
+def flashinfer(view: Any, cache: Tensor, page: int, window: int | None = None) -> Tensor:
     """As FlashInfer reads: pages by kv_indices, lengths from offsets and last pages."""
     counts = view.kv_indptr[1:] - view.kv_indptr[:-1]
     lens = (counts - 1).clamp(min=0) * page + view.kv_last_page_len
@@ -51,7 +54,47 @@ def flashinfer(view: Any, cache: Tensor, page: int) -> Tensor:
     offsets = view.qo_indptr if hasattr(view, "qo_indptr") else even(view)
     rows, last = last_seen(lens, offsets, view.queries.shape[0])
     seen = in_use & (owners == rows[:, None]) & (positions <= last[:, None])
+    if window is not None:
+        seen &= positions > last[:, None] - window
     return attend(view.queries, keys, seen)[0]
+
+
+def flashinfer_window(view: Any, cache: Tensor, page: int) -> Tensor:
+    """Layers of both kinds, by one sum: the second list with its kernel's mask of the window, `window_left`."""
+    second = types.SimpleNamespace(
+        kv_indptr=view.window_kv_indptr,
+        kv_indices=view.window_kv_indices,
+        kv_last_page_len=view.kv_last_page_len,
+        queries=view.queries,
+        seq_lens=view.seq_lens,
+    )
+    return flashinfer(view, cache, page) + flashinfer(second, cache, page, WINDOW)
+
+
+def triton_window(view: Any, cache: Tensor, page: int) -> Tensor:
+    """Layers of both kinds, by one sum: the second list has the window's tokens alone, and no mask."""
+    second = types.SimpleNamespace(
+        kv_indptr=view.window_kv_indptr,
+        kv_indices=view.window_kv_indices,
+        num_kv_splits=view.window_num_kv_splits,
+        queries=view.queries,
+        seq_lens=view.seq_lens,
+    )
+    return triton_decode(view, cache, page) + triton_decode(second, cache, page)
+
+
+def window_cache(view: Any, cache: Tensor, page: int) -> Tensor:
+    """Layers of both kinds, by one sum: a row of each page table for each request, with a mask of the window."""
+    found = torch.zeros_like(view.queries)
+    for table, first in ((view.page_table, None), (view.window_page_table, view.window_kv_offsets)):
+        places = (table.long()[:, :, None] * page + torch.arange(page, device=cache.device)).flatten(1)
+        positions = torch.arange(places.shape[1], device=cache.device)
+        seen = positions < view.seq_lens[:, None]
+        if first is not None:
+            seen = (positions >= first[:, None]) & (positions < (first + view.window_kv_lens)[:, None])
+        own = torch.eye(places.shape[0], dtype=torch.bool, device=cache.device)[:, :, None] & seen
+        found = found + attend(view.queries, cache[places].flatten(0, 1), own.flatten(1))[0]
+    return found
 
 
 def flash_attention(view: Any, cache: Tensor, page: int) -> Tensor:
@@ -105,7 +148,7 @@ def flex_decode(view: Any, cache: Tensor, page: int) -> Tensor:
 
 def triton_decode(view: Any, cache: Tensor, page: int) -> Tensor:
     """As SGLang's kernel reads: places of tokens, in so many parts, whose results are put together."""
-    most = -(-kinds.PAGES * page // TILE)
+    most = max(-(-kinds.PAGES * page // TILE), SPLITS)
     lens = view.kv_indptr[1:] - view.kv_indptr[:-1]
     in_use, owners, number = owners_of(view.kv_indptr, view.kv_indices.shape[0])
     rows, last = last_seen(lens, even(view), view.queries.shape[0])
@@ -128,6 +171,34 @@ def sparse_indexer(view: Any, cache: Tensor, page: int) -> Tensor:
     scores = (keys @ view.queries[:, :, None])[:, :, 0].masked_fill(~seen, -1e9)
     found: Tensor = (scores.softmax(1)[:, :, None] * keys).sum(1)
     return found
+
+
+def sparse_indexer_schedule(view: Any, cache: Tensor, page: int) -> Tensor:
+    """As DeepGEMM's kernel scores: each multiprocessor the splits of keys up to where the next one begins."""
+    places = (view.page_table.long()[:, :, None] * page + torch.arange(page, device=cache.device)).flatten(1)
+    tokens = view.queries.shape[0]
+    keys = cache[places.repeat_interleave(tokens // places.shape[0], 0)]
+    columns = torch.arange(places.shape[1], device=cache.device)
+    width = places.shape[1] // 256 + 1
+    work = torch.arange(tokens, device=cache.device)[:, None] * width + columns // 256
+    starts = view.schedule_metadata[:, 0].long() * width + view.schedule_metadata[:, 1]
+    scores = torch.full(work.shape, -1e9, device=cache.device)
+    for begin, end in itertools.pairwise(starts):
+        mine = (work >= begin) & (work < end) & (columns < view.token_seq_lens[:, None])
+        scores = torch.where(mine, (keys @ view.queries[:, :, None])[:, :, 0], scores)
+    found: Tensor = (scores.softmax(1)[:, :, None] * keys).sum(1)
+    return found
+
+
+def sparse_indexer_prefill(view: Any, cache: Tensor, page: int) -> Tensor:
+    """As an indexer scores in a prefill: keys that were gathered, each query token from its start to its end."""
+    table = view.page_table.long()
+    in_use, rows, number = owners_of(view.cu_seqlens_k, table.numel() * page)
+    number = number.clamp(min=0) * in_use
+    keys = cache[table[rows, number // page] * page + number % page]
+    columns = torch.arange(keys.shape[0], device=cache.device)
+    seen = (columns >= view.cu_seqlen_ks[:, None]) & (columns < view.cu_seqlen_ke[:, None])
+    return attend(view.queries, keys, seen)[0]
 
 
 def linear_attention(view: Any, states: Tensor, page: int) -> Tensor:
@@ -174,6 +245,7 @@ ATTENTIONS: Final[dict[str, Attention]] = {
     "FlashInferDecode": flashinfer,
     "FlashInferVerify": flashinfer,
     "FlashInferPrefill": flashinfer,
+    "FlashInferWindow": flashinfer_window,
     "FlashAttention": flash_attention,
     "FlashAttentionPrefill": flash_attention,
     "FlashMLA": flash_mla,
@@ -181,7 +253,12 @@ ATTENTIONS: Final[dict[str, Attention]] = {
     "LinearAttention": linear_attention,
     "LinearAttentionVerify": linear_attention_verify,
     "SparseIndexer": sparse_indexer,
+    "SparseIndexerPrefill": sparse_indexer_prefill,
+    "SparseIndexerSchedule": sparse_indexer_schedule,
+    "TritonBalanced": triton_decode,
     "TritonDecode": triton_decode,
+    "TritonWindow": triton_window,
+    "WindowCache": window_cache,
 }
 
 
@@ -189,11 +266,21 @@ def expected(name: str, one: Requests, queries: Tensor, cache: Tensor) -> Tensor
     """Attention of each request by itself, of each query over the tokens before it and its own."""
     if name.startswith("Linear"):
         return expected_of_states(one, queries, cache, is_prefill=name == "LinearAttention")
+    found = attended(one, queries, cache, one.table)
+    return found + attended(one, queries, cache, one.window_table, WINDOW) if "Window" in name else found
+
+
+def attended(
+    one: Requests, queries: Tensor, cache: Tensor, table: Sequence[Sequence[int]], window: int | None = None
+) -> Tensor:
+    """Each query over its request's tokens, in the cache of a page table; over the last ones if there is a window."""
     found, row = [], 0
+    own = attrs.evolve(one, table=table)
     for request, count in enumerate(one.queries):
-        keys = cache[torch.tensor(one.places_of(request), device=cache.device)]
+        keys = cache[torch.tensor(own.places_of(request), device=cache.device)]
         for token in range(count):
             seen = keys[: one.lens[request] - count + token + 1]
+            seen = seen if window is None else seen[-window:]
             found.append((queries[row] @ seen.T).softmax(0) @ seen)
             row += 1
     return torch.stack(found)

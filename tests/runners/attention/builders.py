@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
+import numpy as np
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask
@@ -16,6 +17,13 @@ TILE: Final = 5
 CHUNK: Final = 3
 CHUNKS: Final = 20
 SM_PARTS: Final = 7
+WINDOW: Final = 6
+RANKS: Final = 3
+RANK: Final = 1
+HEADS: Final = 8
+GROUP: Final = 4
+SPLITS: Final = 6
+MULTIPROCESSORS: Final = 11
 Table = Sequence[Sequence[int]]
 
 
@@ -25,6 +33,7 @@ class Requests:
 
     lens: What attention sees of each request. table: Its row of the page table. queries: Its new tokens.
     states: Where its states are. accepted: How many tokens of the step before were accepted.
+    window_table: Its row of the page table of layers with a window.
     """
 
     lens: list[int]
@@ -34,10 +43,25 @@ class Requests:
     pages: int
     states: Table = ()
     accepted: Sequence[int] = ()
+    window_table: Table = ()
     tile: int = TILE
     chunk: int = CHUNK
     chunks: int = CHUNKS
     parts: int = SM_PARTS
+
+    @property
+    def interleave(self) -> int:
+        """Tokens in a row that a rank keeps: as many as divide a page."""
+        return self.page // 2 if self.page % 2 == 0 else self.page
+
+    @property
+    def window_pages(self) -> int:
+        """The most pages that a window touches."""
+        return min(self.pages, math.ceil((WINDOW - 1) / self.page) + 1)
+
+    def seen_of(self, request: int) -> range:
+        """Its tokens that are in the window."""
+        return range(max(self.lens[request] - WINDOW, 0), self.lens[request])
 
     def pages_of(self, request: int) -> list[int]:
         """The pages that a request uses."""
@@ -190,10 +214,92 @@ def sparse_indexer(one: Requests) -> dict[str, Any]:
     return {"token_seq_lens": found, "page_table": [list(row) for row in one.table]}
 
 
+def window_cache(one: Requests) -> dict[str, Any]:
+    """Where windows begin, and what they hold."""
+    seen = [one.seen_of(i) for i in range(len(one.lens))]
+    return {
+        "window_page_table": [list(row) for row in one.window_table],
+        "window_kv_offsets": [tokens.start for tokens in seen],
+        "window_kv_lens": [len(tokens) for tokens in seen],
+    }
+
+
+def flashinfer_window(one: Requests) -> dict[str, Any]:
+    """The pages of tokens in the window, each once, in order."""
+    rows = []
+    for i, row in enumerate(one.window_table):
+        rows.append([row[number] for number in sorted({token // one.page for token in one.seen_of(i)})])
+    indices = joined(rows, len(one.lens) * one.window_pages)
+    window = {"window_kv_indptr": starts([len(row) for row in rows]), "window_kv_indices": indices}
+    return {**flashinfer(one), **window_cache(one), **window}
+
+
+def triton_window(one: Requests) -> dict[str, Any]:
+    """SGLang's update_sliding_window_buffer, of layers that have pages of their own."""
+    rows = []
+    for i, row in enumerate(one.window_table):
+        rows.append([row[token // one.page] * one.page + token % one.page for token in one.seen_of(i)])
+    splits = [math.ceil(len(row) / one.tile) for row in rows for _ in range(one.queries[0])]
+    return {
+        **triton_decode(one),
+        **window_cache(one),
+        "window_kv_indptr": starts([len(row) for row in rows]),
+        "window_kv_indices": joined(rows, len(one.lens) * WINDOW),
+        "window_num_kv_splits": splits,
+    }
+
+
+def context_parallel(one: Requests) -> dict[str, Any]:
+    """Tokens go to ranks by turns, so many in a row."""
+    own = [[t for t in range(length) if t // one.interleave % RANKS == RANK] for length in one.lens]
+    return {"seq_lens": [len(tokens) for tokens in own], "page_table": [list(row) for row in one.table]}
+
+
+def triton_balanced(one: Requests) -> dict[str, Any]:
+    """SGLang's get_num_kv_splits_triton, one program for all requests; float32 where the kernel has it."""
+    lens, tokens = [max(length, 1) for length in one.lens], sum(one.queries)
+    longest, shortest = max(lens), min(lens)
+    if longest * 8 < shortest * 10:
+        shortest = longest
+    first = min(math.ceil(longest / shortest), SPLITS)
+    scale = np.maximum(np.log2(np.float32(longest) / np.float32(64)), np.float32(1))
+    cores = int(np.float32(MULTIPROCESSORS) * scale)
+    second = min(math.ceil(cores / (tokens * math.ceil(HEADS / min(16, GROUP)))), SPLITS)
+    chunks = math.ceil(longest / first), math.ceil(longest / second)
+    counts = [max(math.ceil(length / chunk) for chunk in chunks) for length in one.lens]
+    splits = [count for count, queries in zip(counts, one.queries, strict=True) for _ in range(queries)]
+    return {**triton_decode(one), "num_kv_splits": splits}
+
+
+def sparse_indexer_prefill(one: Requests) -> dict[str, Any]:
+    """VLLM's kernel for the metadata of one chunk, token by token; 0 in rows behind the last."""
+    begin, end, keys = [], [], 0
+    for length, queries in zip(one.lens, one.queries, strict=True):
+        for token in range(queries):
+            begin.append(keys)
+            end.append(keys + length - queries + token + 1)
+        keys += length
+    tokens = len(one.lens) * 6
+    return {**flash_attention(one), "cu_seqlen_ks": joined([begin], tokens), "cu_seqlen_ke": joined([end], tokens)}
+
+
+def sparse_indexer_schedule(one: Requests) -> dict[str, Any]:
+    """DeepGEMM's metadata on Hopper: of all splits, the last parts have one more where they do not divide."""
+    made = sparse_indexer(one)
+    lens, parts = made["token_seq_lens"], MULTIPROCESSORS
+    units = [[token, split] for token, length in enumerate(lens) for split in range(math.ceil(length / 256))]
+    share, more = divmod(len(units), parts)
+    sizes = [share] * (parts - more) + [share + 1] * more
+    units.append([len(lens), 0])
+    return {**made, "schedule_metadata": [units[place] for place in starts(sizes)]}
+
+
 BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
+    "ContextParallel": context_parallel,
     "FlashInferDecode": flashinfer,
     "FlashInferVerify": flashinfer_queries,
     "FlashInferPrefill": flashinfer_queries,
+    "FlashInferWindow": flashinfer_window,
     "FlashAttention": flash_attention,
     "FlashAttentionPrefill": flash_attention,
     "FlashMLA": flash_mla,
@@ -202,6 +308,11 @@ BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
     "LinearAttention": linear_attention,
     "LinearAttentionVerify": linear_attention_verify,
     "SparseIndexer": sparse_indexer,
+    "SparseIndexerPrefill": sparse_indexer_prefill,
+    "SparseIndexerSchedule": sparse_indexer_schedule,
+    "TritonBalanced": triton_balanced,
     "TritonDecode": triton_decode,
+    "TritonWindow": triton_window,
+    "WindowCache": window_cache,
 }
 """What makes the slots of each declaration."""

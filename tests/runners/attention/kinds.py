@@ -1,5 +1,6 @@
 """What the tests of attention's declarations share: each with tokens beside it, runners, and random requests."""
 
+import math
 import random
 import types
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import torch
 from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, InputBuffers, Inputs, attention, copied
 from slotgraph.backends import Backend
 from slotgraph.speculative import WIDTH
+from tests.runners.attention import builders
 from tests.runners.attention.builders import Requests
 
 KINDS: Final[dict[str, type[Inputs]]] = {
@@ -20,7 +22,7 @@ KINDS: Final[dict[str, type[Inputs]]] = {
 """Every class that the module exports."""
 BUCKETS: Final = [1, 3, 8]
 PAGES: Final = 5
-WIDTHS: Final = {"FlexDecode": (1,)}
+WIDTHS: Final = dict.fromkeys(("FlexDecode", "FlashInferWindow", "TritonWindow", "WindowCache"), (1,))
 """The tokens that a request may have, of declarations that do not take any number."""
 
 
@@ -28,6 +30,10 @@ class Tokens(Inputs):
     """What a step has beside attention's inputs: a query for each token."""
 
     queries: torch.Tensor = copied(TOKENS, 4, dtype=torch.float32, pad=0)
+
+
+WHOLE_STEP: Final = ("FlashMLA", "TritonBalanced")
+"""Declarations whose requests decide how others are split; they refuse a step of no requests."""
 
 
 def with_tokens(name: str) -> Any:
@@ -50,6 +56,14 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
         attention.CHUNK: one.chunk,
         attention.CHUNKS: one.chunks,
         attention.SM_PARTS: one.parts,
+        attention.WINDOW: builders.WINDOW,
+        attention.WINDOW_PAGES: one.window_pages,
+        attention.CONTEXT_RANKS: builders.RANKS,
+        attention.CONTEXT_RANK: builders.RANK,
+        attention.INTERLEAVE: one.interleave,
+        attention.HEAD_BLOCKS: math.ceil(builders.HEADS / builders.GROUP),
+        attention.SPLITS: builders.SPLITS,
+        attention.MULTIPROCESSORS: builders.MULTIPROCESSORS,
     }
     return {axis: size for axis, size in known.items() if axis in inputs.slotgraph.axes}
 
@@ -81,7 +95,11 @@ def random_requests(draw: random.Random, name: str, page: int, width: int, rows:
     queries = [draw.randint(min(length, 1), min(length, 6)) if is_ragged(name) else width for length in lens]
     states = [[draw.randint(1, 20) for _ in range(width)] for _ in lens]
     accepted = [draw.randint(1, width) for _ in lens]
-    return Requests(lens=lens, table=table, queries=queries, page=page, pages=PAGES, states=states, accepted=accepted)
+    windows = [row[::-1] for row in table]
+    return Requests(
+        lens=lens, table=table, queries=queries, page=page, pages=PAGES, states=states, accepted=accepted,
+        window_table=windows,
+    )  # fmt: skip
 
 
 def batch_of(one: Requests, name: str, device: torch.device, seed: int = 0) -> dict[str, Any]:
@@ -89,6 +107,8 @@ def batch_of(one: Requests, name: str, device: torch.device, seed: int = 0) -> d
     draw = torch.Generator().manual_seed(seed)
     batch: dict[str, Any] = {"queries": torch.randn(sum(one.queries), 4, generator=draw).to(device)}
     batch |= {"seq_lens": one.lens, "page_table": [one.pages_of(i) for i in range(len(one.lens))]}
+    if issubclass(KINDS.get(name, Inputs), attention.WindowCache):
+        batch["window_page_table"] = one.window_table
     if is_ragged(name):
         batch["extend_seq_lens"] = one.queries
     if name == "LinearAttention":
@@ -114,6 +134,7 @@ def padded(one: Requests, name: str, width: int, rows: int, backend: Backend) ->
         pages=PAGES,
         states=[*one.states, *[[-1] * width] * more],
         accepted=[*one.accepted, *[1] * more],
+        window_table=[*one.window_table, *[[0] * PAGES] * more],
     )
 
 

@@ -1,6 +1,7 @@
 """Attention from each set in replayed graphs: as each request by itself; and `slotgraph.check` on each declaration."""
 
 import random
+import types
 import warnings
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import slotgraph
-from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, attention, copied
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, copied
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.check.checks import CheckReport
@@ -106,10 +107,11 @@ def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend
         torch.testing.assert_close(found, expected(name, one, batch["queries"], cache), atol=1e-5, rtol=1e-5)
 
 
-class AcceptedSchedule(kinds.Tokens, attention.FlashMLA):
-    """Whoever takes that each request is split as all others have it."""
-
-    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,), poison=())
+def accepted(name: str) -> Any:
+    """The declaration of whoever takes that each request is split as all others have it."""
+    given: Any = {"dtype": torch.int32, "pad": SEQ_LEN_FILL, "converts": (torch.int64,), "poison": ()}
+    body = {"__annotations__": {"seq_lens": torch.Tensor}, "seq_lens": copied(BATCH, **given), "__module__": __name__}
+    return types.new_class(f"Accepted{name}", (kinds.with_tokens(name),), {}, lambda space: space.update(body))
 
 
 def checked(name: str, inputs: Any, backend: Backend, rounds: int) -> CheckReport:
@@ -129,12 +131,13 @@ def checked(name: str, inputs: Any, backend: Backend, rounds: int) -> CheckRepor
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_check_finds_nothing(name: str, backend: Backend) -> None:
     """Poison in tails reaches no live row, and each graph does what its step does."""
-    report = checked(name, AcceptedSchedule if name == "FlashMLA" else name, backend, 2)
+    report = checked(name, accepted(name) if name in kinds.WHOLE_STEP else name, backend, 2)
     assert report.ok, str(report)
 
 
 @pytest.mark.slow
-def test_check_finds_that_requests_decide_how_others_are_split(backend: Backend) -> None:
-    """FlashMLA spreads a step's work over the device: padded rows change the last bits of live ones."""
-    found = checked("FlashMLA", "FlashMLA", backend, 8).findings
+@pytest.mark.parametrize("name", kinds.WHOLE_STEP)
+def test_check_finds_that_requests_decide_how_others_are_split(name: str, backend: Backend) -> None:
+    """These spread a step's work over the device: padded rows change the last bits of live ones."""
+    found = checked(name, name, backend, 8).findings
     assert [(one.check, one.slot) for one in found] == [("poison", "seq_lens")]

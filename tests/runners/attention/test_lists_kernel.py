@@ -22,7 +22,8 @@ SETS: Final[dict[str, Any]] = {
     "FlashAttention": layouts.flash_attention_lists,
     "FlashInferDecode": layouts.flashinfer_lists,
     "FlashInferVerify": layouts.flashinfer_query_lists,
-    "TritonDecode": layouts.triton_lists,
+    "TritonDecode": layouts.split_token_lists,
+    "TritonBalanced": layouts.token_lists,
     "FlexDecode": layouts.flex_lists,
 }
 BLOCK: Final = 8

@@ -64,7 +64,7 @@ class Prefill(
     """All that a prefill's pieces can be asked for."""
 
 
-class Breakable(standard.Mamba, standard.BreakableInputs):
+class Breakable(standard.Mamba, standard.LoraPrefill, standard.BreakableInputs):
     """What breaks read, requests padded, too."""
 
 

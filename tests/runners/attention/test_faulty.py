@@ -1,0 +1,95 @@
+"""`slotgraph.check` finds what goes wrong with sets by hand: one of last step's lengths, and one without its tail."""
+
+import random
+import re
+from typing import Any, Final
+
+import pytest
+import torch
+
+import slotgraph
+from slotgraph import BATCH, SEQ_LEN_FILL, DecodeRunner, Inputs, attention, computed, copied
+from slotgraph.backends import Backend
+from slotgraph.runners.attention import layouts
+from slotgraph.runners.check.trial import Finding
+from tests.runners.attention import kinds
+from tests.runners.attention.attended import flashinfer
+from tests.runners.attention.test_attention import cache_on
+
+PAGE: Final = 4
+
+
+HELD: Final = dict[str, torch.Tensor]()
+"""What builders keep between steps."""
+
+
+def one_late(lens: torch.Tensor) -> torch.Tensor:
+    """Return what the call before has built, as a builder that works ahead does."""
+    last, HELD["offsets"] = HELD.get("offsets"), layouts.offsets((lens + PAGE - 1) // PAGE)
+    return HELD["offsets"] if last is None or last.shape != HELD["offsets"].shape else last
+
+
+class Late(kinds.Tokens, attention.FlashInferDecode):
+    """Offsets that the host has made of last step's lengths."""
+
+    lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, placement="host", source="seq_lens", converts=(torch.int64,)
+    )
+    kv_indptr: torch.Tensor = computed(one_late, shape=BATCH + 1, dtype=torch.int32)
+
+
+class Planned(kinds.Tokens, attention.FlashInferDecode):
+    """Offsets that the host makes, only if the number of requests is another one."""
+
+    lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, placement="host", source="seq_lens", converts=(torch.int64,)
+    )
+    kv_indptr: torch.Tensor = computed(
+        lambda lens: layouts.offsets((lens + PAGE - 1) // PAGE), shape=BATCH + 1, dtype=torch.int32, again=()
+    )
+
+
+def pages_alone(page_table: torch.Tensor, kv_indptr: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the list up to its last page, as a kernel with a block a request does."""
+    in_use, requests, pages = layouts.packed(kv_indptr, out.shape[0])
+    out.copy_(torch.where(in_use, page_table[requests, pages], out))
+
+
+class WithoutTail(kinds.Tokens, attention.FlashInferDecode):
+    """A list whose last part is whatever lay there."""
+
+    kv_indices: torch.Tensor = computed(pages_alone, shape=BATCH * attention.PAGES, dtype=torch.int32)
+
+
+def found(inputs: type[Inputs], backend: Backend) -> list[Finding]:
+    """What a check of attention with this declaration finds."""
+    cache = cache_on(backend.device)
+
+    HELD.clear()
+    given: dict[str, Any] = {"buckets": kinds.BUCKETS, "sizes": kinds.sizes_of(inputs, PAGE), "progress": False}
+    runner: DecodeRunner[Any] = DecodeRunner(
+        inputs, lambda view: flashinfer(view, cache, PAGE), backend=backend, **given
+    )
+    runner.capture()
+
+    def draw(rows: int, generator: torch.Generator) -> Any:
+        seed = int(torch.randint(1 << 30, (1,), generator=generator))
+        one = kinds.random_requests(random.Random(seed), "FlashInferDecode", PAGE, 1, rows, 1)
+        return kinds.batch_of(one, "FlashInferDecode", backend.device)
+
+    return [*slotgraph.check(runner, draw, rounds=2, progress=False).findings]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "check", "says"),
+    [
+        (Late, "parity", "slot 'kv_indptr' row 1: graph"),
+        (Planned, "poison", "slot 'kv_indptr', row 1 .a live row.: it holds"),
+        (WithoutTail, "coverage", "what lay in slot 'kv_indices' before, which nothing has written"),
+    ],
+)
+def test_check_finds_it_by_its_slot(inputs: type[Inputs], check: str, says: str, backend: Backend) -> None:
+    """The message names the slot, by the check whose promise it is."""
+    findings = [one for one in found(inputs, backend) if one.check == check]
+    assert findings
+    assert re.search(says, findings[0].message)
