@@ -249,7 +249,7 @@ def _others(
 
     def reach() -> int:
         with torch.inference_mode():
-            return int(engine.decode.fill(batches[0]).block_tables.shape[1]) * engine.steps.cache.page_size
+            return int(engine.decode.fill(batches[0]).page_table.shape[1]) * engine.steps.cache.page_size
 
     ways: dict[str, Callable[[], Contestant]] = {
         PLAIN if compiled else COMPILED: lambda: _through_runner(engine, batches, bucket, compiled=not compiled),
