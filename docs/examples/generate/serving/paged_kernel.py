@@ -40,7 +40,8 @@ def attend_part(
     best = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_GROUP], tl.float32)
     found = tl.zeros([BLOCK_GROUP, BLOCK_HEAD], tl.float32)
-    end = tl.minimum(tl.load(seq_lens + row).to(tl.int32), (part + 1) * PART)
+    length = tl.minimum(tl.load(seq_lens + row).to(tl.int32), width * PAGE)
+    end = tl.minimum(length, (part + 1) * PART)
     for begin in range(part * PART, end, BLOCK):
         tokens = begin + block
         is_seen = tokens < end
