@@ -2,15 +2,18 @@
 
 import importlib
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
-from tests.examples.demo import module
+from tests.examples.demo import NEEDS, QUICK, Generate, module
 from tests.examples.requests_in_pages import CLOSE, Case, assert_close, cases, expected
 from tests.programs import python
 
@@ -23,11 +26,12 @@ def need_triton() -> None:
         pytest.skip("triton is not installed, or not made for this system: it is for Linux")
 
 
-def test_the_kernel_attends_as_plain_torch_does_in_the_interpreter() -> None:
+@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_kernel_attends_as_plain_torch_does_in_the_interpreter(chosen: str) -> None:
     """All tests of `interpreted.py` pass, in a process in which Triton's interpreter runs all kernels."""
     need_triton()
-    suite = Path(__file__).with_name("interpreted.py")
-    done = python("-m", "pytest", suite, "-q", "-n", "0", "-p", "no:cacheprovider", env={"TRITON_INTERPRET": "1"})
+    words = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", chosen)
+    done = python("-m", "pytest", Path(__file__).with_name("interpreted.py"), *words, env={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout
 
 
@@ -101,3 +105,57 @@ def test_a_graph_of_the_kernel_is_right_for_other_lengths(dtype: torch.dtype) ->
         tensors[name].copy_(tensor)
     graph.replay()
     torch.testing.assert_close(out.double(), expected(case, tensors), atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_demo_makes_equal_tokens_by_its_kernel(generate: Generate, dtype: str) -> None:
+    """On CUDA the demo takes the kernel; its tokens are those of generate(), as by torch's own attention."""
+    pytest.importorskip("transformers", reason=NEEDS)
+    device_or_skip()
+    status, report, _ = generate("--backend", "cuda", "--dtype", dtype, "--rounds", "2", "--no-compare")
+    assert (status, report["attention"], report["comparison"]["difference"]) == (0, "triton", None)
+    assert {name: len(speeds) for name, speeds in report["attentions"].items()} == {"sdpa": 3, "auto": 3}
+    other = generate("--backend", "cuda", "--dtype", dtype, "--attention", "sdpa")[1]
+    assert (other["passed"], other["attention"]) == (True, "sdpa")
+    if dtype == "float32":
+        assert other["texts"] == report["texts"]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("prefill", ["eager", "breakable", "piecewise"])
+def test_prompts_that_attend_in_one_call_make_equal_tokens(generate: Generate, prefill: str) -> None:
+    """In 16 bits torch attends within all prompts in one call, where it has one; padded rows stay finite."""
+    pytest.importorskip("transformers", reason=NEEDS)
+    device, attention = device_or_skip(), module("serving.attention")
+    if not attention.takes_all_at_once(torch.empty(1, dtype=torch.bfloat16, device=device)):
+        pytest.skip(f"torch {torch.__version__} attends request by request on this device")
+    status, report, _ = generate("--backend", "cuda", "--dtype", "bfloat16", *QUICK, "--prefill", prefill)
+    assert (status, report["comparison"]["difference"]) == (0, None)
+
+
+@pytest.mark.parametrize("prefill", ["eager", "breakable", "piecewise"])
+def test_prompts_can_attend_in_one_call(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, prompts: str, prefill: str
+) -> None:
+    """The call gets each prompt's offsets and the longest length; what it leaves in padded rows is no number."""
+    pytest.importorskip("transformers", reason=NEEDS)
+    attention, calls = module("serving.attention"), list[tuple[int, ...]]()
+
+    def in_one_call(query: torch.Tensor, *tensors: Any, scale: float) -> torch.Tensor:
+        keys, values, offsets, others, longest, most = tensors
+        out, ends = torch.full_like(query, torch.nan), offsets.tolist()
+        assert (ends, longest) == (others.tolist(), most)
+        calls.append(tuple(ends))
+        for begin, end in itertools.pairwise(ends):
+            assert end - begin <= longest
+            some = (part[begin:end].transpose(0, 1)[None] for part in (query, keys, values))
+            seen = scaled_dot_product_attention(*some, is_causal=True, scale=scale, enable_gqa=True)
+            out[begin:end] = seen[0].transpose(0, 1)
+        return out
+
+    monkeypatch.setattr(attention, "_VARLEN", in_one_call)
+    monkeypatch.setattr(attention, "takes_all_at_once", lambda _: True)
+    status, report, _ = generate("--prompts", prompts, *QUICK, "--prefill", prefill)
+    assert (status, report["comparison"]["difference"]) == (0, None)
+    assert max(len(set(ends)) for ends in calls) > 2
