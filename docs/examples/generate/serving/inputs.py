@@ -53,6 +53,7 @@ class DecodeInputs(TokenInputs, attention.PagedCache):
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda positions: positions + 1)
     out_cache_loc: torch.Tensor = computed(place, shape=TOKENS, dtype=CACHE_LOC)
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, then=lambda seq_lens: seq_lens + 1)
+    page_table: torch.Tensor = copied(BATCH, attention.PAGES, dtype=torch.int32, pad=0, poison=())  # no other is free
     num_token_non_padded: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)
     next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
 
