@@ -14,11 +14,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from serving.attention import PagedCache, paged
-from serving.inputs import PAGES, DecodeInputs, decode_batch
+from serving.inputs import DecodeInputs, decode_batch
 from serving.measuring import ALONE, COMPILED, PLAIN, alone
 from serving.request import Request
 from serving.steps import Steps
-from slotgraph import DecodeRunner
+from slotgraph import DecodeRunner, attention
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.capabilities import AUTO
 from slotgraph.runners.testing.timing import Run, measure
@@ -29,10 +29,10 @@ pytestmark = pytest.mark.filterwarnings("default")
 LIVE, BUCKET = 7, 8
 BUCKETS = [8 * (1 + index) for index in range(20)]
 PAGE_SIZE, SETS = 16, 4
-PAGED = SimpleNamespace(page_size=PAGE_SIZE)
 CONTEXT = 256
 """Tokens that each request's attention reaches over."""
 REACH = CONTEXT // PAGE_SIZE
+SIZES: Final = {attention.PAGES: REACH, attention.PAGE_SIZE: PAGE_SIZE}
 SHAPES: Final[dict[str, tuple[int, ...]]] = {
     "4 layers, 1024 wide": (4, 1024, 16, 4, 2816, 32000),
     "8 layers, 1024 wide": (8, 1024, 16, 4, 2816, 32000),
@@ -65,7 +65,7 @@ def runner_of(
     steps: Steps, backend: Backend, buckets: Sequence[int], lowering: str = AUTO, *, compiled: bool = False
 ) -> DecodeRunner[DecodeInputs]:
     """A captured runner of the decode step."""
-    given: dict[str, Any] = {"sizes": {PAGES: REACH}, "settings": PAGED, "lowering": lowering, "progress": False}
+    given: dict[str, Any] = {"sizes": SIZES, "lowering": lowering, "progress": False}
     step = steps.decoding(compiled=compiled)
     runner = DecodeRunner(DecodeInputs, step, buckets=list(buckets), backend=backend, **given)
     runner.capture()
@@ -121,7 +121,7 @@ def capture_by_hand(steps: Steps, device: torch.device, buckets: Sequence[int]) 
             positions=wide.clone(),
             out_cache_loc=wide.clone(),
             seq_lens=narrow + 1,
-            block_tables=torch.zeros(rows, REACH, dtype=torch.int32, device=device),
+            page_table=torch.zeros(rows, REACH, dtype=torch.int32, device=device),
             num_token_non_padded=narrow[:1],
             numbers=wide.clone(),
         )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, computed
+from slotgraph import BATCH, CACHE_LOC, TOKENS, attention, computed
 from tests.examples.demo import (
     FOLDER,
     NEEDS,
@@ -245,7 +245,7 @@ def test_a_compiled_step_makes_equal_tokens(generate: Generate, prompts: str) ->
 
 PREPARED: dict[str, Callable[[Any], Any]] = {
     "position one too far": shifted,
-    "pages of another request": lambda batch: attrs.evolve(batch, block_tables=batch.block_tables.roll(1, 0)),
+    "pages of another request": lambda batch: attrs.evolve(batch, page_table=batch.page_table.roll(1, 0)),
 }
 
 
@@ -277,14 +277,14 @@ def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: 
 
 def stale_tables(inputs: Any) -> Any:
     """A declaration whose padded rows write to pages of an earlier step."""
-    return stale(inputs.DecodeInputs, torch.int32, "block_tables", axes=(BATCH, inputs.PAGES))
+    return stale(inputs.DecodeInputs, torch.int32, "page_table", axes=(BATCH, attention.PAGES))
 
 
 def misplaced(inputs: Any) -> Any:
     """A declaration whose new tokens go to the place of the token before."""
 
-    def early(block_tables: torch.Tensor, positions: torch.Tensor, settings: Any, out: torch.Tensor) -> None:
-        inputs.place(block_tables, (positions - 1).clamp(min=0), settings, out)
+    def early(page_table: torch.Tensor, positions: torch.Tensor, page_size: torch.Tensor, out: torch.Tensor) -> None:
+        inputs.place(page_table, (positions - 1).clamp(min=0), page_size, out)
 
     class Misplaced(inputs.DecodeInputs):  # type: ignore[misc] # no package that a checker finds
         out_cache_loc: torch.Tensor = computed(early, shape=TOKENS, dtype=CACHE_LOC)

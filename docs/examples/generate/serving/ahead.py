@@ -81,7 +81,7 @@ class AheadEngine(Engine):
         if grown:
             for request in grown:
                 request.pages += self._allocator.take(missing[request])
-            step.edit(grown, block_tables=tables(grown, self.width))
+            step.edit(grown, page_table=tables(grown, self.width))
         if admitted := self._admit():
             step.join(self._prefilled(admitted, lands), admitted)
 

@@ -1,8 +1,12 @@
 """The paged KV cache, and attention over it, plugged into transformers through its attention interface."""
 
 import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import attrs
 import torch
@@ -15,6 +19,7 @@ from slotgraph import current_view, graph_break
 NAME = "slotgraph-paged"
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 DUMMY_PAGE = 0  # where padded rows write: no request owns it
+TRITON, SDPA = "triton", "sdpa"
 
 
 class PageAllocator:
@@ -75,9 +80,9 @@ class PagedCache:
         self.keys[layer].flatten(0, 1)[locations] = keys
         self.values[layer].flatten(0, 1)[locations] = values
 
-    def read(self, layer: int, block_tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, layer: int, page_table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the pages that each request owns, [requests, KV heads, pages * page size, head size]."""
-        keys, values = (pages[layer][block_tables].flatten(1, 2).transpose(1, 2) for pages in (self.keys, self.values))
+        keys, values = (pages[layer][page_table].flatten(1, 2).transpose(1, 2) for pages in (self.keys, self.values))
         return keys, values
 
 
@@ -89,30 +94,102 @@ class Rows(NamedTuple):
     value: torch.Tensor
 
 
-class DecodeAttention:
-    """Each row is a request's newest token, and sees its block table's pages up to its length; made in each step."""
+@torch.library.custom_op("serving::attend_pages", mutates_args=())
+def attend_pages(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    page_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The kernel as an operator, which torch.compile leaves as it is: see paged_kernel, where triton must be there."""
+    kernel = importlib.import_module("serving.paged_kernel")
+    out: torch.Tensor = kernel.attend_pages(query, keys, values, page_table, seq_lens, scale)
+    return out
+
+
+@attend_pages.register_fake
+def _(query: torch.Tensor, *_others: Any) -> torch.Tensor:
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
+class KernelAttention:
+    """Each row is a request's newest token, and sees its pages up to its length, where they lie."""
+
+    def __init__(self, cache: PagedCache, view: DecodeInputs) -> None:
+        self._cache, self._page_table, self._seq_lens = cache, view.page_table, view.seq_lens
+
+    def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
+        """Store and attend: the launch depends on the bucket alone, and the kernel reads lengths and pages."""
+        cache = self._cache
+        cache.write(layer, view.out_cache_loc, rows.key, rows.value)
+        return attend_pages(rows.query, cache.keys[layer], cache.values[layer], self._page_table, self._seq_lens, scale)
+
+
+class GatheredAttention:
+    """The same where no kernel is there: over a copy of all pages that the page table has room for, and a mask."""
 
     def __init__(self, cache: PagedCache, view: DecodeInputs) -> None:
         self._cache = cache
-        self._block_tables = view.block_tables
-        places = torch.arange(view.block_tables.shape[1] * cache.page_size, device=view.seq_lens.device)
+        self._page_table = view.page_table
+        places = torch.arange(view.page_table.shape[1] * cache.page_size, device=view.seq_lens.device)
         # A row that may see nothing turns nan, and would hand it on to live rows through page 0: hence at least 1.
         self._mask = (places < view.seq_lens.clamp(min=1)[:, None])[:, None, None, :]
 
     def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
         """Store, gather the pages and attend: shapes depend on the bucket alone, and nothing is read by the host."""
         self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
-        keys, values = self._cache.read(layer, self._block_tables)
+        keys, values = self._cache.read(layer, self._page_table)
         query = rows.query[:, :, None]
         out = scaled_dot_product_attention(query, keys, values, attn_mask=self._mask, scale=scale, enable_gqa=True)
         return out[:, :, 0]
 
 
+DecodeAttention: TypeAlias = KernelAttention | GatheredAttention
+DECODE: Final[dict[str, type[DecodeAttention]]] = {TRITON: KernelAttention, SDPA: GatheredAttention}
+"""By name, one made in each step."""
+
+
+def best_attention(asked: str, device: torch.device) -> str:
+    """Which of them: the kernel on CUDA where triton is there, unless `asked` is "sdpa"."""
+    is_there = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return TRITON if is_there and asked != SDPA else SDPA
+
+
+def _find_varlen() -> Callable[..., Any] | None:
+    """Torch's attention of all requests in one call; None before torch 2.11, whose one knows no scale."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    attend = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    options = inspect.signature(attend).parameters
+    if "window_size" not in options:
+        return None
+    grouped = {"enable_gqa": True} if "enable_gqa" in options else {}  # before, it takes fewer heads without a word
+    return functools.partial(attend, window_size=(-1, 0), **grouped)
+
+
+_VARLEN: Final = _find_varlen()
+
+
+def takes_all_at_once(query: torch.Tensor) -> bool:
+    """Whether torch attends within all requests in one call: its kernels are for 16 bits, from compute capability 8."""
+    if _VARLEN is None or not query.is_cuda or query.element_size() > 2:  # noqa: PLR2004 - bytes
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)
+
+
 def attend_within_requests(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Prompts lie behind one another, and a token sees those of its own up to itself; padded rows get zeros."""
     # The prompts' number and lengths differ from step to step, which no graph can follow: this runs between graphs.
+    view = current_view(PrefillInputs)
+    if _VARLEN is not None and takes_all_at_once(query) and view.lengths:
+        ends, longest = view.cu_seqlens_q, max(view.lengths)
+        found: torch.Tensor = _VARLEN(query, key, value, ends, ends, longest, longest, scale=scale)
+        found[sum(view.lengths) :] = 0
+        return found
     out, begin = torch.zeros(query.shape, dtype=query.dtype, device=query.device), 0
-    for length in current_view(PrefillInputs).lengths:
+    for length in view.lengths:
         mine = slice(begin, begin + length)
         q, k, v = (tensor[mine].transpose(0, 1)[None] for tensor in (query, key, value))
         seen = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)

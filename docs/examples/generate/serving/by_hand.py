@@ -9,12 +9,12 @@ import torch
 
 from serving.attention import paged
 from serving.engine import Engine
-from serving.inputs import PAGES, DecodeInputs
+from serving.inputs import DecodeInputs
 from serving.measuring import VARIANTS, Times, batches_of, effort_of, is_device, served, to_time
 from serving.model import Language
 from serving.options import Options
 from serving.request import Request
-from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, copied, keep
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, attention, copied, keep
 from slotgraph.backends import Backend
 from slotgraph.runners.testing.timing import Spread
 
@@ -34,7 +34,7 @@ class HandFilled:
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.numbers = torch.zeros(rows, dtype=torch.int64, device=device)
         self.seq_lens = torch.full((rows,), self.no_length, dtype=torch.int32, device=device)
-        self.block_tables = torch.zeros(rows, width, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.num_token_non_padded = torch.zeros(1, dtype=torch.int32, device=device)
 
     def fill(self, batch: DecodeInputs) -> None:
@@ -49,8 +49,8 @@ class HandFilled:
         self.numbers[rows:size] = 0
         self.seq_lens[:rows] = batch.seq_lens
         self.seq_lens[rows:size] = self.no_length
-        self.block_tables[:rows] = batch.block_tables
-        self.block_tables[rows:size] = 0
+        self.page_table[:rows] = batch.page_table
+        self.page_table[rows:size] = 0
         self.num_token_non_padded.fill_(rows)
 
 
@@ -58,7 +58,7 @@ class Forgetful(DecodeInputs):
     """Two resets are forgotten: padded rows of these inputs keep what an earlier step left there."""
 
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=keep("nobody thought of it"))
-    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=keep("nobody thought of it"))
+    page_table: torch.Tensor = copied(BATCH, attention.PAGES, dtype=torch.int32, pad=keep("nobody thought of it"))
 
 
 @attrs.frozen(kw_only=True)

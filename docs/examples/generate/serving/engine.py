@@ -7,14 +7,14 @@ from typing import Any
 import attrs
 import torch
 
-from serving.attention import PageAllocator, PagedCache
-from serving.inputs import PAGES, DecodeInputs, PrefillInputs, decode_batch, prefill_batch, with_ends
+from serving.attention import PageAllocator, PagedCache, best_attention
+from serving.inputs import DecodeInputs, PrefillInputs, decode_batch, prefill_batch, with_ends
 from serving.model import Language
 from serving.options import Options
 from serving.ranks import Crew, Outputs
 from serving.request import Request
 from serving.steps import Decode, Steps, prefill_runner
-from slotgraph import DecodeRunner, EagerRunner
+from slotgraph import DecodeRunner, EagerRunner, attention
 from slotgraph.ranks import PipelineStage
 from slotgraph.runners.engine.statistics import CaptureReport, Decision
 
@@ -77,14 +77,16 @@ class Engine:
         pages, self.width = 1 + sum(needs[: options.max_batch]), needs[0]
         self._allocator = PageAllocator(pages)
         cache = PagedCache.empty(language.model, pages, options.page_size)
-        self.steps = Steps(language.model, cache, crew.world, options.sampler, logits=options.verify)
+        chosen = best_attention(options.attention, self._device)
+        self.steps = Steps(language.model, cache, crew.world, options.sampler, logits=options.verify, attention=chosen)
 
         self._declaration, self._chunks = crew.inputs(declaration), dict[str, Any]()
         if options.chunk > 1:
             self._declaration = with_ends(self._declaration, language.eos)
             self._chunks = {"chunks": [options.chunk], "done": "done"}
-        given = crew.given(self._declaration, {PAGES: self.width})
-        self._given = {"backend": options.backend, "settings": options, **given}
+        sizes = {attention.PAGES: self.width, attention.PAGE_SIZE: options.page_size}
+        given = crew.given(self._declaration, sizes)
+        self._given = {"backend": options.backend, **given}
         self.step = self.steps.decoding(compiled=options.compile)
         self.decode = self.decoder(self.step, options.ladder)
         self.prefill = prefill_runner(crew.inputs(prompts), self.steps, options, crew)

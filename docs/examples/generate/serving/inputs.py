@@ -4,18 +4,30 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.nn.functional import pad
 
 from serving.request import Request
-from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, output, standard
+from slotgraph import (
+    BATCH,
+    CACHE_LOC,
+    SEQ_LEN_FILL,
+    TOKENS,
+    Inputs,
+    Step,
+    attention,
+    computed,
+    copied,
+    output,
+    standard,
+)
 
-PAGES = Axis("PAGES", fixed=True)
 D = TypeVar("D", bound="TokenInputs")
 
 
-def place(block_tables: torch.Tensor, positions: torch.Tensor, settings: Any, out: torch.Tensor) -> None:
+def place(page_table: torch.Tensor, positions: torch.Tensor, page_size: torch.Tensor, out: torch.Tensor) -> None:
     """Where the cache has each request's newest token: page * page size + offset; padded rows get the dummy page's."""
-    pages = block_tables.gather(1, (positions // settings.page_size)[:, None])[:, 0]
-    out.copy_(pages * settings.page_size + positions % settings.page_size)
+    pages = page_table.gather(1, (positions // page_size)[:, None])[:, 0]
+    out.copy_(pages * page_size + positions % page_size)
 
 
 class TokenInputs(Inputs):
@@ -30,10 +42,10 @@ class TokenInputs(Inputs):
     numbers: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
 
-class DecodeInputs(TokenInputs):
-    """What one decode step reads: a token a request, and where that request's keys and values are.
+class DecodeInputs(TokenInputs, attention.PagedCache):
+    """What one decode step reads: a token a request, and what attention reads of its cache: seq_lens and page_table.
 
-    next_ids: what the step writes: the token after each request's newest. The runner's settings have the page_size.
+    next_ids: what the step writes: the token after each request's newest.
     then: what the next step reads, if the host says nothing.
     """
 
@@ -41,7 +53,7 @@ class DecodeInputs(TokenInputs):
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda positions: positions + 1)
     out_cache_loc: torch.Tensor = computed(place, shape=TOKENS, dtype=CACHE_LOC)
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, then=lambda seq_lens: seq_lens + 1)
-    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0, poison=())  # no other page is free
+    page_table: torch.Tensor = copied(BATCH, attention.PAGES, dtype=torch.int32, pad=0, poison=())  # no other is free
     num_token_non_padded: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)
     next_ids: torch.Tensor = output(BATCH, dtype=torch.int64)
 
@@ -50,12 +62,16 @@ class PrefillInputs(TokenInputs):
     """What one prefill step reads: the prompts of several requests behind one another.
 
     extend_seq_lens: how many tokens each has. lengths: the same numbers on the host, so that nobody asks the device.
+    cu_seqlens_q: where the tokens of each begin, and behind them how many there are, as attention over all wants them.
     """
 
     extend_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
-    last_rows: torch.Tensor = computed(
-        lambda extend_seq_lens: extend_seq_lens.cumsum(0) - 1, shape=BATCH, dtype=torch.int64
+    cu_seqlens_q: torch.Tensor = computed(
+        lambda extend_seq_lens: pad(extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
+        shape=BATCH + 1,
+        dtype=torch.int32,
     )
+    last_rows: torch.Tensor = computed(lambda cu_seqlens_q: cu_seqlens_q[1:].long() - 1, shape=BATCH, dtype=torch.int64)
     lengths: list[int]
 
     @classmethod
@@ -82,14 +98,14 @@ def prefill_batch(requests: Sequence[Request], page_size: int, device: torch.dev
 def decode_batch(
     requests: Sequence[Request], width: int, device: torch.device, first: torch.Tensor | None = None
 ) -> DecodeInputs:
-    """Each request's newest token, which is its first one if `first` has them; block tables are `width` pages wide."""
+    """Each request's newest token, which is its first one if `first` has them; page tables are `width` pages wide."""
     lens = [request.seq_len + (first is not None) for request in requests]
     return DecodeInputs(
         input_ids=_int64([request.generated[-1] for request in requests], device) if first is None else first,
         positions=_int64([seq_len - 1 for seq_len in lens], device),
         numbers=_int64([request.number for request in requests], device),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        block_tables=torch.tensor(tables(requests, width), dtype=torch.int32, device=device),
+        page_table=torch.tensor(tables(requests, width), dtype=torch.int32, device=device),
     )
 
 

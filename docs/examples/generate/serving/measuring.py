@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import StaticCache
 
-from serving.attention import PageAllocator, attend_within_requests, paged
+from serving.attention import SDPA, PageAllocator, attend_within_requests, paged
 from serving.engine import Engine
 from serving.inputs import DecodeInputs, decode_batch, prefill_batch
 from serving.options import Options
@@ -28,8 +28,13 @@ Times: TypeAlias = dict[str, Any]
 # One way to run a step, which takes its number; and what holds while its steps run.
 Contestant: TypeAlias = tuple[Callable[[int], object], Callable[[], AbstractContextManager[object]]]
 MODE = "reduce-overhead"
-PLAIN, COMPILED, ALONE = WAYS = "DecodeRunner, step", "DecodeRunner, torch.compile(step)", f"{MODE} alone"
-"""Whole steps that are compared: two through a runner, and transformers' own under torch.compile."""
+PLAIN, MASKED, COMPILED, ALONE = WAYS = (
+    "DecodeRunner, step",
+    "DecodeRunner, step by sdpa",
+    "DecodeRunner, torch.compile(step)",
+    f"{MODE} alone",
+)
+"""Whole steps that are compared: three through a runner, and transformers' own under torch.compile."""
 FEWEST, MOST = 3, 100  # steps in a turn
 WARMUPS = 6  # torch.compile compiles in the first step, records in the second, and checks in the third
 VARIANTS, MOST_SIZES = 4, 4
@@ -121,8 +126,8 @@ def measure(engine: Engine, options: Options, requests: Sequence[Request], fill:
         contestants = _own_ways(engine, batches)
         race = Race.of(effort, contestants, backend.synchronize)
         others: dict[str, Contestant] = {}
-        if effort.compare and bucket == sizes[-1][1]:
-            others, note = _others(engine, batches, bucket, race, compiled=options.compile)
+        if bucket == sizes[-1][1]:
+            others, note = _others(engine, batches, bucket, race, options, compare=effort.compare)
         own = COMPILED if options.compile else PLAIN
         for each in effort.ways:
             replay, whole, eager, *rest = attrs.evolve(race, each=each).run([*contestants, *others.values()])
@@ -243,18 +248,24 @@ def _each_of(runner: Callable[[Any], object], batches: Sequence[DecodeInputs]) -
 
 
 def _others(
-    engine: Engine, batches: Sequence[DecodeInputs], bucket: int, race: Race, *, compiled: bool
+    engine: Engine, batches: Sequence[DecodeInputs], bucket: int, race: Race, options: Options, *, compare: bool
 ) -> tuple[dict[str, Contestant], str]:
     """The ways beside the engine's own, by name, and what is to be said: why one cannot be timed, or made no graph."""
 
     def reach() -> int:
         with torch.inference_mode():
-            return int(engine.decode.fill(batches[0]).block_tables.shape[1]) * engine.steps.cache.page_size
+            return int(engine.decode.fill(batches[0]).page_table.shape[1]) * engine.steps.cache.page_size
 
-    ways: dict[str, Callable[[], Contestant]] = {
-        PLAIN if compiled else COMPILED: lambda: _through_runner(engine, batches, bucket, compiled=not compiled),
-        ALONE: lambda: alone(engine.steps.model, batches, max(reach(), race.steps + WARMUPS + 2)),
-    }
+    compiled = options.compile
+    ways: dict[str, Callable[[], Contestant]] = {}
+    if engine.steps.attention != SDPA and not compiled:
+        masked = attrs.evolve(engine.steps, attention=SDPA)
+        ways[MASKED] = lambda: _through_runner(engine, masked, batches, bucket, compiled=False)
+    if compare:
+        ways[PLAIN if compiled else COMPILED] = lambda: _through_runner(
+            engine, engine.steps, batches, bucket, compiled=not compiled
+        )
+        ways[ALONE] = lambda: alone(engine.steps.model, batches, max(reach(), race.steps + WARMUPS + 2))
     found: dict[str, Contestant] = {}
     notes: list[str] = []
     skipped = _graphs_skipped()
@@ -277,12 +288,14 @@ def _graphs_skipped() -> int:
     return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])  # noqa: SLF001 - it is told nowhere else
 
 
-def _through_runner(engine: Engine, batches: Sequence[DecodeInputs], bucket: int, *, compiled: bool) -> Contestant:
-    """The step that the engine does not run, as written or compiled, captured for one bucket."""
+def _through_runner(
+    engine: Engine, steps: Steps, batches: Sequence[DecodeInputs], bucket: int, *, compiled: bool
+) -> Contestant:
+    """A step that the engine does not run, as written or compiled, captured for one bucket."""
     if compiled:
         check_compiles(engine.decode.stage.backend.name)
-    runner = engine.decoder(engine.steps.decoding(compiled=compiled), [bucket], progress=False)
-    around = functools.partial(served, engine.steps)
+    runner = engine.decoder(steps.decoding(compiled=compiled), [bucket], progress=False)
+    around = functools.partial(served, steps)
     with around():
         runner.capture()
     return _each_of(runner, batches), around

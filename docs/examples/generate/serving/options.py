@@ -117,6 +117,12 @@ class Options:
         "build each batch on the host, from the tokens of the step before",
         action="store_true",
     )
+    attention: str = _option(
+        "auto",
+        "how decode steps attend: auto (on CUDA a Triton kernel over the pages, else as sdpa), sdpa (torch's "
+        "scaled_dot_product_attention over a copy of all pages, with a mask)",
+        choices=("auto", "sdpa"),
+    )
     temperature: float = _option(
         0.0, "draw tokens at this temperature, by --seed; 0 takes the likeliest", type=_amount, metavar="T"
     )

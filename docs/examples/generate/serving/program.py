@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
@@ -13,7 +13,7 @@ from rich.progress import Progress
 from transformers.utils import logging as transformers_logging
 
 from serving.ahead import AheadEngine
-from serving.attention import paged
+from serving.attention import SDPA, paged
 from serving.by_hand import forget, fresh, run_all, time_fills
 from serving.comparison import Judge
 from serving.engine import Engine, Prepare, unchanged
@@ -30,6 +30,9 @@ from serving.steps import check_compiles
 from serving.tables import show, show_reasons, show_start
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
+
+TURNS: Final = 3
+"""Runs by each attention, where two are compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,6 +129,8 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         if world.size == 1:
             _compare_by_hand(report, engine, language, requests, options)
             show_reasons(report, console)
+        if report["attention"] != SDPA and report["fills"] and not options.compile:
+            report["attentions"] = _in_turns(kind, whole, requests, options, **seams)
         if report["pairs"] and report["fills"] and not options.compile:  # compiling once more takes too long
             report["pairs"].append(_once_more(kind, whole, requests, options, **seams))
         if world.way in {"", "tp"}:  # a step can be timed by itself where each rank runs all that it is
@@ -167,13 +172,33 @@ def _once_more(
     kind: type[Engine], language: Language, requests: Sequence[Request], options: Options, **seams: Any
 ) -> tuple[float, float | None]:
     """Tokens a second of another run, and of another one of transformers' continuous batching."""
+    speed = _again(kind, language, requests, options, **seams)
+    other, _ = continuous_batching(language, requests, options, 1)
+    return speed, other
+
+
+def _again(
+    kind: type[Engine], language: Language, requests: Sequence[Request], options: Options, **seams: Any
+) -> float:
+    """Tokens a second of another run."""
     again = fresh(requests)
     engine = kind(language, again, options, **seams)
     with _bar(ALONE) as progress:
         progress.add_task("serving, once more", total=None)
         run_all(engine, language)
-    other, _ = continuous_batching(language, requests, options, 1)
-    return sum(len(request.generated) for request in again) / engine.work.seconds, other
+    return sum(len(request.generated) for request in again) / engine.work.seconds
+
+
+def _in_turns(
+    kind: type[Engine], language: Language, requests: Sequence[Request], options: Options, **seams: Any
+) -> dict[str, list[float]]:
+    """Tokens a second of runs that take turns, by the attention of their decode steps: sdpa's, and the kernel's."""
+    speeds: dict[str, list[float]] = {SDPA: [], "auto": []}
+    for _ in range(TURNS):
+        for attention, found in speeds.items():
+            chosen = attrs.evolve(options, attention=attention, verify=False)
+            found.append(_again(kind, language, requests, chosen, **seams))
+    return speeds
 
 
 def _ask(options: Options, world: World, language: Language, requests: Sequence[Request]) -> Judge:

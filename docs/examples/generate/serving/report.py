@@ -35,6 +35,7 @@ def part_of(engine: Engine, captured: CaptureReport, requests: Sequence[Request]
     return Part(
         requests=[attrs.evolve(request, logits=[]) for request in requests],
         backend=engine.decode.stage.backend.name,
+        attention=engine.steps.attention,
         work=engine.work,
         counts=engine.steps.counts.flatten().tolist(),
         decode=dict(engine.decode.stats()),
@@ -63,6 +64,7 @@ def summarise(
         "model": language.name,
         "parameters": sum(parameter.numel() for parameter in language.model.parameters()),
         "backend": shown[0].backend,
+        "attention": shown[0].attention,  # of decode steps
         "dtype": options.dtype,
         "requests": len(requests),
         "steps": max(work.steps for work in works),
@@ -88,6 +90,7 @@ def summarise(
         "texts": [_text(request, language) for request in requests],
         "ranks": _ranks(world, parts) if world.size > 1 else None,
         "pairs": [] if batched[0] is None else [(speed, batched[0])],  # tokens a second of both, run after run
+        "attentions": {},  # tokens a second of runs that took turns, by the attention of their decode steps
         # of a run that is right: what steps take, and fills by hand and here; what came of forgotten resets
         "measured": None,
         "prefill_times": None,

@@ -7,7 +7,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from serving.attention import ATTEND, Attend, DecodeAttention, PagedCache, PrefillAttention, StepAttention
+from serving.attention import ATTEND, DECODE, Attend, PagedCache, PrefillAttention, StepAttention, best_attention
 from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs
 from serving.options import Options, OptionsError
 from serving.ranks import ALONE, Crew, World
@@ -25,6 +25,7 @@ class Steps:
     """A model over a paged cache, or its layers of one rank of a pipeline.
 
     sampler: chooses tokens, within the step. logits: whether steps hand out their logits, too.
+    attention: of decode steps, by its name in `DECODE`.
     counts: live tokens decoded so far, [2, 1] int32 on the device: here, and by all ranks where they know of others.
     """
 
@@ -33,7 +34,12 @@ class Steps:
     world: World = ALONE
     sampler: Sampler = GREEDY
     logits: bool = True
+    attention: str = attrs.field()
     counts: torch.Tensor = attrs.field(init=False)
+
+    @attention.default
+    def _best(self) -> str:
+        return best_attention("auto", self.model.device)
 
     @counts.default
     def _zeros(self) -> torch.Tensor:
@@ -51,7 +57,7 @@ class Steps:
         if self.world.way == "dp":
             everyones: Any = view
             self.counts[1].add_(everyones.global_num_tokens.sum())
-        hidden = self._hidden(view, DecodeAttention(self.cache, view))
+        hidden = self._hidden(view, DECODE[self.attention](self.cache, view))
         if not self.world.ends:
             return {"hidden_states": hidden}
         return self._choose(hidden, view.numbers, view.positions)

@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from serving.attention import SDPA, TRITON
 from serving.comparison import Comparison
-from serving.measuring import ALONE, MODE, WAYS, Times
+from serving.measuring import ALONE, MASKED, MODE, WAYS, Times
 from serving.model import Language
 from serving.options import Options
 from serving.ranks import WAYS as RANK_WAYS
@@ -19,6 +20,7 @@ from slotgraph.runners.testing.timing import Spread
 MOST_TEXTS = 16  # that are printed
 WIDTH, BEFORE = 80, 30  # columns of a line; signs of a text before what differs
 WAITS = {False: "one behind another", True: "the host waits for each"}
+ATTENTIONS = {TRITON: "a Triton kernel over the pages", SDPA: "sdpa over a copy of all pages"}
 NO_DEVICE = "A CPU has no graphs to launch, and no figure here says what a device gains."
 
 
@@ -109,6 +111,9 @@ def _speed(report: Report) -> str:
     }
     text = "\n".join(f"tokens a second, {name:34} {figure}" for name, figure in lines.items())
     ratios = [f"{one / other:.2f}" for one, other in pairs if other]
+    if report["attentions"]:
+        by_kernel, by_sdpa = report["attentions"]["auto"], report["attentions"][SDPA]
+        text += f"\nIn turns, by its kernel {_each(by_kernel)}, by sdpa {_each(by_sdpa)}."
     if len(ratios) > 1:
         text += f"\nIn pairs of runs this program makes {' and '.join(ratios)} times as many as transformers' batching."
     return text
@@ -125,6 +130,7 @@ def _figures(report: Report) -> Iterator[tuple[str, str]]:
         yield "ranks", f"{ranks['size']}, {RANK_WAYS[ranks['way']]}"
         yield "steps by the rank that forced their bucket", ", ".join(forced) or "-"
     yield "requests, tokens generated", f"{report['requests']}, {report['tokens']}"
+    yield "attention of decode steps", ATTENTIONS[report["attention"]]
     eagerly = f", {report['eager_steps']} of them eagerly" if report["eager_steps"] else ""
     yield "decode steps", f"{report['decode_steps']}{eagerly}"
     if report["ahead"]:
@@ -220,11 +226,14 @@ def _show_times(measured: Times, fills: Times | None, console: Console) -> None:
         for one in compared:
             table.add_column(WAITS[one["each"]], justify="right")
         for name in WAYS:
-            ways = (one["ways"].get(name) for one in compared)
+            ways = [one["ways"].get(name) for one in compared]
+            if not any(ways):
+                continue
             table.add_row(name, *("-" if way is None else _microseconds(way) for way in ways))
         console.print(table)
     row, *waiting = (one for one in measured["times"] if one["bucket"] == measured["times"][-1]["bucket"])
-    others = f"Without a graph the step takes {_as_long(row['eager'], row)}"
+    by_sdpa = f"With sdpa the step takes {_as_long(row['ways'][MASKED], row)}. " if MASKED in row["ways"] else ""
+    others = f"{by_sdpa}Without a graph the step takes {_as_long(row['eager'], row)}"
     if ALONE in row["ways"]:
         others += f', transformers\' own under torch.compile(mode="{MODE}") {_as_long(row["ways"][ALONE], row)}'
     note = f"{measured['note']}." if measured["note"] else ""

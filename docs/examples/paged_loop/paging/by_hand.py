@@ -30,7 +30,7 @@ class HandRunner:
             "input_ids": torch.zeros(rows, dtype=torch.int64, device=device),
             "positions": torch.zeros(rows, dtype=torch.int64, device=device),
             "seq_lens": torch.ones(rows, dtype=torch.int32, device=device),
-            "block_tables": torch.zeros(rows, self._width, dtype=torch.int64, device=device),
+            "page_table": torch.zeros(rows, self._width, dtype=torch.int32, device=device),
             "out_cache_loc": torch.zeros(rows, dtype=torch.int64, device=device),
             "next_ids": torch.zeros(rows, dtype=torch.int64, device=device),
         }
@@ -68,15 +68,15 @@ class HandRunner:
         buffers["positions"][rows:size] = 0
         buffers["seq_lens"][:rows] = columns["seq_lens"]
         buffers["seq_lens"][rows:size] = 1
-        buffers["block_tables"][:rows] = columns["block_tables"]
-        buffers["block_tables"][rows:size] = 0
-        place(columns["block_tables"], columns["positions"], buffers["out_cache_loc"][:rows])
+        buffers["page_table"][:rows] = columns["page_table"]
+        buffers["page_table"][rows:size] = 0
+        place(columns["page_table"], columns["positions"], buffers["out_cache_loc"][:rows])
         buffers["out_cache_loc"][rows:size] = 0
 
     def padded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with page 0 behind the pages of each request."""
-        tables = [pages + [0] * (self._width - len(pages)) for pages in batch["block_tables"]]
-        return {**batch, "block_tables": tables}
+        tables = [pages + [0] * (self._width - len(pages)) for pages in batch["page_table"]]
+        return {**batch, "page_table": tables}
 
     def on_device(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor, through pinned memory where there is a device, so that the copy does not wait."""
@@ -98,9 +98,9 @@ class HandRunner:
     def prefill(self, requests: Sequence[Request]) -> list[int]:
         """Run prompts without a graph; return the token after each."""
         batch = self.padded(prefill_batch(requests))
-        new_tokens = batch.pop("new_tokens")
+        host = {name: batch.pop(name) for name in ("new_tokens", "lengths")}
         columns = {name: self.on_device(column, torch.int64) for name, column in batch.items()}
-        view: Any = SimpleNamespace(**columns, new_tokens=new_tokens)
+        view: Any = SimpleNamespace(**columns, **host)
         first: list[int] = self._model.prefill(view).tolist()
         return first
 

@@ -31,9 +31,9 @@ class LLMEngine:
         """Read a step's tokens, and say what is new in the next step that is launched."""
         self.done += 1
         step.leave(self.scheduler.take(step.tokens()))
-        grown, preempted = self.scheduler.grow(step.needs("block_tables"))
+        grown, preempted = self.scheduler.grow(step.needs("page_table"))
         step.leave(preempted)
-        step.append(grown, block_tables=[*grown.values()])
+        step.append(grown, page_table=[*grown.values()])
         joining = [] if preempted else self.prefilled()
         if joining:
             self.runner.join(step, joining)

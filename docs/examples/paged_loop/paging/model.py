@@ -7,19 +7,38 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from paging.inputs import DecodeInputs, PrefillInputs
-from paging.request import PAGE
-from serving.attention import NAME, DecodeAttention, PagedCache, Rows, paged_attention
+from paging.request import PAGE, pages_for
+from serving.attention import (
+    DECODE,
+    NAME,
+    TRITON,
+    DecodeAttention,
+    PagedCache,
+    Rows,
+    attend_pages,
+    best_attention,
+    paged_attention,
+)
 from slotgraph import graph_break
 
 
 @graph_break
-def attend(query: torch.Tensor, layer: int, scale: float, cache: PagedCache, view: PrefillInputs) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, layer: int, scale: float, cache: PagedCache, view: PrefillInputs, name: str
+) -> torch.Tensor:
     """Let each new token see its request's pages up to itself, shared ones among them. Runs between the graphs."""
-    out, begin = torch.zeros_like(query), 0
-    for row, count in enumerate(view.new_tokens):
+    out = torch.zeros_like(query)
+    if name == TRITON:  # a row of the kernel is a token here, and one call is enough
+        live = slice(sum(view.new_tokens))
+        pages, lengths = view.page_table[view.requests[live]], view.positions[live] + 1
+        out[live] = attend_pages(query[live], cache.keys[layer], cache.values[layer], pages, lengths, scale)
+        return out
+    begin = 0
+    for row, (count, length) in enumerate(zip(view.new_tokens, view.lengths, strict=True)):
         mine = slice(begin, begin + count)
-        keys, values = cache.read(layer, view.block_tables[row : row + 1])
-        seen = torch.arange(keys.shape[2], device=query.device) <= view.positions[mine, None]
+        pages = cache.read(layer, view.page_table[row, None, : pages_for(length)])
+        keys, values = (part[:, :, :length] for part in pages)
+        seen = torch.ones(count, keys.shape[2], dtype=torch.bool, device=query.device).tril(length - count)
         found = scaled_dot_product_attention(
             query[mine].transpose(0, 1)[None], keys, values, attn_mask=seen, scale=scale, enable_gqa=True
         )
@@ -31,30 +50,35 @@ def attend(query: torch.Tensor, layer: int, scale: float, cache: PagedCache, vie
 class PrefillAttention:
     """Stores the new keys and values in the graph, and attends after it: so a page may be shared within one step."""
 
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
+    def __init__(self, cache: PagedCache, name: str) -> None:
+        self._cache, self._name = cache, name
 
     def __call__(self, layer: int, rows: Rows, scale: float, view: PrefillInputs) -> torch.Tensor:
         """Attend in one layer, [tokens, heads, head size]."""
         self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
-        return attend(rows.query, layer, scale, self._cache, view)
+        return attend(rows.query, layer, scale, self._cache, view, self._name)
 
 
 Attention: TypeAlias = DecodeAttention | PrefillAttention
 
 
 class PagedModel:
-    """A model of transformers, which attends over a paged cache from here on."""
+    """A model of transformers, which attends over a paged cache from here on.
 
-    def __init__(self, model: PreTrainedModel, pages: int) -> None:
+    Attributes:
+        attention: The name of its attention: the demo's kernel on CUDA, else torch's own.
+    """
+
+    def __init__(self, model: PreTrainedModel, pages: int, attention: str = "auto") -> None:
         AttentionInterface.register(NAME, paged_attention)
         model.set_attn_implementation(NAME)
         self.model, self.cache = model, PagedCache.empty(model, pages, PAGE)
-        self._prefill = PrefillAttention(self.cache)  # one for all steps: graphs take it as an argument
+        self.attention = best_attention(attention, model.device)
+        self._prefill = PrefillAttention(self.cache, self.attention)  # one for all steps: graphs take it as an argument
 
     def decode(self, view: DecodeInputs) -> torch.Tensor:
         """Return the next token of each request."""
-        return view.next_ids.copy_(self._choose(self._hidden(view, DecodeAttention(self.cache, view))))
+        return view.next_ids.copy_(self._choose(self._hidden(view, DECODE[self.attention](self.cache, view))))
 
     def prefill(self, view: PrefillInputs) -> torch.Tensor:
         """Return the token after each prompt."""

@@ -30,6 +30,7 @@ class Options:
     by_hand: bool = False
     rounds: int = 3
     seed: int = 0
+    attention: str = "auto"
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -48,6 +49,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         ("seed", int, "seed of the random model"),
     )
     add_options(parser, Options(), rows)
+    ways = ("auto", "sdpa")
+    text = "auto (on CUDA the demo's kernel, elsewhere sdpa), sdpa (torch's, over a copy of each request's pages)"
+    parser.add_argument("--attention", choices=ways, default="auto", help=f"{text} (default: auto)")
     text = "serve the requests by the same loop without slotgraph, too, and time both in turns"
     parser.add_argument("--by-hand", action="store_true", help=text)
     return Options(**vars(parser.parse_args(argv)))

@@ -73,6 +73,7 @@ class Served:
 
     way: Way
     runner: Any
+    attention: str
     requests: list[Request] = attrs.field(factory=list)
     scheduler: Scheduler = attrs.field(init=False)
     steps: int = 0
@@ -123,17 +124,18 @@ def captured(way: Way, options: Options, language: Language, backend: Backend) -
     """Return a way with a runner whose graphs are captured, over a cache of its own."""
     longest = max(map(len, make_requests(options, language)))
     width = pages_for(longest + options.max_new_tokens + AHEAD)
-    runner = way.runner(PagedModel(language.model, options.pages), options, backend, width)
+    model = PagedModel(language.model, options.pages, options.attention)
+    runner = way.runner(model, options, backend, width)
     with torch.inference_mode():
         runner.capture()
-    return Served(way=way, runner=runner)
+    return Served(way=way, runner=runner, attention=model.attention)
 
 
 def report(served: Served) -> list[str]:
     """Return what a way's last run came to, and how fast each run was."""
     scheduler, tokens = served.scheduler, sum(len(request.generated) for request in served.requests)
     return [
-        served.way.name,
+        f"{served.way.name}, {served.attention} attention",
         f"  requests     {len(served.requests)}, {tokens} tokens",
         f"  preemptions  {scheduler.preemptions}",
         f"  pages        {len(scheduler.pages.users) - 1}",

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from paging.inputs import PAGES, DecodeInputs, PrefillInputs, decode_batch, prefill_batch
+from paging.inputs import DecodeInputs, PrefillInputs, decode_batch, prefill_batch
 from paging.model import PagedModel
 from paging.options import Options
-from paging.request import Request
-from slotgraph import BATCH, BreakableRunner, DecodeRunner
+from paging.request import PAGE, Request
+from slotgraph import BATCH, BreakableRunner, DecodeRunner, attention
 from slotgraph.backends import Backend
 from slotgraph.extend import LaunchedStep
 
@@ -20,7 +20,7 @@ class ModelRunner:
         self._decode = DecodeRunner(
             DecodeInputs,
             model.decode,
-            sizes={PAGES: width},
+            sizes={attention.PAGES: width, attention.PAGE_SIZE: PAGE},
             buckets=options.buckets,
             output_rows=BATCH,
             backend=backend,
@@ -29,7 +29,7 @@ class ModelRunner:
             PrefillInputs,
             model.prefill,
             stack=model.model.base_model,
-            sizes={PAGES: width},
+            sizes={attention.PAGES: width},
             buckets=options.prefill_buckets,
             max_batch=options.buckets[-1],
             output_rows=BATCH,
@@ -49,7 +49,7 @@ class ModelRunner:
 
     def steps(self, requests: Sequence[Request], ahead: int) -> Iterator[LaunchedStep]:
         """Decode step after step, launched ahead of what the host reads, until no request is left."""
-        return self._decode.steps(decode_batch(requests), keys=requests, ahead=ahead, needs=["block_tables"])
+        return self._decode.steps(decode_batch(requests), keys=requests, ahead=ahead, needs=["page_table"])
 
     def join(self, step: LaunchedStep, requests: Sequence[Request]) -> None:
         """Say that requests join."""
