@@ -46,6 +46,16 @@ class Options:
         default="cpu-capture",
         metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
     )
+    one_launch: bool = attrs.field(
+        default=False,
+        metadata=_says("draft, verify and extend in one launch, ahead of what the host reads", action="store_true"),
+    )
+    ahead: int = attrs.field(
+        default=1, metadata=_says("launches beyond the one that is read, with --one-launch", type=int, metavar="N")
+    )
+    chunk: int = attrs.field(
+        default=1, metadata=_says("cycles of one launch, with --one-launch", type=count, metavar="N")
+    )
     topk: int = attrs.field(
         default=3, metadata=_says("branches that a draft step goes on from", type=count, metavar="N")
     )
