@@ -83,14 +83,15 @@ class DraftRunner(RequestRunner[V, Drafts]):
 def draft_tree(forward: Forward[V], topk: int, steps: int, view: V, /) -> Drafts:
     """Draft a tree of tokens, `steps` deep, as a `DraftRunner` does. Call it in a captured step of your own.
 
-    It reads nothing on the host. After each call of `forward` it adds one to `positions` and `mrope_positions` of the
-    view, in place, so give it tensors that nobody else reads.
+    It reads nothing on the host. In each step it writes `input_ids` of the view, if there are any, and after it adds
+    one to `positions` and `mrope_positions`, in place.
 
     Args:
         forward: As for `DraftRunner`.
         topk: Nodes that each step continues from.
         steps: The depth of the tree.
-        view: A view or a batch of a declaration that fits a `DraftRunner`.
+        view: A view or a batch of a declaration that fits a `DraftRunner`; of its slots the draft reads these three,
+            `topk_p`, `topk_index` and `hidden_states`, and `forward` what it likes.
     """
     slots = vars(view)
     frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])

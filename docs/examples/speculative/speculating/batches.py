@@ -57,12 +57,10 @@ def extend_batch(requests: Requests, width: int) -> dict[str, Any]:
 
 
 def cycle_batch(requests: Requests) -> dict[str, Any]:
-    """Requests whose next cycle is one launch."""
+    """What requests need before cycles in one launch, but for what their drafts begin with."""
     return {
         "input_ids": [request.generated[-1] for request in requests],
         "positions": [request.root for request in requests],
-        "topk_p": torch.stack([request.shares for request in requests]),
-        "topk_index": torch.stack([request.tokens for request in requests]),
         "places": [request.pages for request in requests],
         "last": [request.longest for request in requests],
         "done": [False] * len(requests),

@@ -9,10 +9,10 @@ import torch
 from slotgraph import BATCH, DecodeRunner
 from slotgraph.extend import LaunchedStep
 from speculating.batches import cycle_batch
-from speculating.cycle import CycleStep
-from speculating.drafts import DraftPrompts, Timed
+from speculating.cycle import CycleStep, TextDrafts, TreeDrafts
+from speculating.drafts import DraftPrompts, LookupDrafts, Timed
 from speculating.engine import BLOCK, Engine
-from speculating.inputs import LENGTH, TOPK, CycleInputs
+from speculating.inputs import DEPTH, LENGTH, CycleInputs
 from speculating.request import SpeculativeRequest
 
 
@@ -20,39 +20,41 @@ class LaunchEngine(Engine):
     """Drafts, verifies and extends in one launch, or several such cycles in one, from what the launch before left.
 
     The host says which requests join and leave, and gives each of them rows of the caches for the most that it can win
-    in cycles that the host has not read. cycle: what a cycle reads; a subclass of CycleInputs may override it.
+    in cycles that the host has not read. cycle: what a cycle reads; None for that of the drafts, of which a subclass
+    may override slots.
     """
 
-    def __init__(self, *args: Any, cycle: type[CycleInputs] = CycleInputs) -> None:
+    def __init__(self, *args: Any, cycle: type[CycleInputs] | None = None) -> None:
         super().__init__(*args)
         self._ahead, self._chunk = self.options.ahead, self.options.chunk
-        ends = torch.tensor(sorted(self._eos), dtype=torch.int64, device=self.backend.device)
+        self._drafts: TextDrafts | TreeDrafts = TextDrafts(LookupDrafts(self.backend.device))
+        if self.draft is not None:
+            prompts = DraftPrompts(self.draft, self.topk, self.backend)
+            self._drafts = TreeDrafts(self.draft, self.topk, self.depth, prompts)
         step = CycleStep(
             target=self.target,
-            draft=self.draft,
-            topk=self.topk,
-            steps=self.depth,
+            drafts=self._drafts,
             nodes=self.nodes,
+            steps=self.depth,
             room=self.room,
-            ends=ends,
+            ends=torch.tensor(sorted(self._eos), dtype=torch.int64, device=self.backend.device),
         )
         self._runner = DecodeRunner(
-            cycle,
+            cycle or self._drafts.reads,
             step,
-            sizes={LENGTH: self.longest, TOPK: self.topk},
+            sizes={LENGTH: self.longest, DEPTH: self.depth, **self._drafts.sizes},
             output_rows=BATCH,
             chunks=(self._chunk,),
             done="done",
             **self._where,
         )
         self.runners = {"cycle": Timed(self._runner)}
-        self._prompts = DraftPrompts(self.draft, self.topk, self.backend)
         self._steps: Iterator[LaunchedStep] = iter(())
         self._step: LaunchedStep | None = None
         self._since: dict[SpeculativeRequest, int] = {}  # the first cycle of each request
 
     def _begin(self, request: SpeculativeRequest) -> None:
-        self._prompts.begin(request)
+        self._drafts.prompts.begin(request)
 
     def _cycle(self) -> None:
         new, step = [request for request in self.running if request not in self._since], self._step
@@ -60,11 +62,14 @@ class LaunchEngine(Engine):
         self._since |= dict.fromkeys(new, lands)
         if step is None:
             self._reserve(new, 0, self._ahead * self._chunk)
-            self._steps = self._runner.steps(cycle_batch(new), keys=new, ahead=self._ahead, chunk=self._chunk)
+            self._steps = self._runner.steps(self._batch(new), keys=new, ahead=self._ahead, chunk=self._chunk)
         elif new:
             self._reserve(new, lands, lands + self._chunk - 1)
-            step.join(cycle_batch(new), new)
+            step.join(self._batch(new), new)
         self._read(next(self._steps))
+
+    def _batch(self, requests: Sequence[SpeculativeRequest]) -> dict[str, Any]:
+        return cycle_batch(requests) | self._drafts.batch(requests)
 
     def _read(self, step: LaunchedStep) -> None:
         """Take what a cycle has won, and say what later ones must know: who leaves, and rows that they may write."""

@@ -79,7 +79,11 @@ class Options:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a tree that no draft fills."""
+        """Refuse a tree that no draft fills, and options that are of no use."""
+        if not self.one_launch and (self.ahead, self.chunk) != (1, 1):
+            raise OptionsError("--ahead and --chunk are for --one-launch: give it, too, or leave them out")
+        if self.one_launch and (self.time or self.ahead < 0):
+            raise OptionsError("--one-launch takes --ahead 0 or more, and not --time: its later cycles have no batch")
         topk, steps = self.tree
         most = 1 + topk + (steps - 1) * topk**2
         if self.draft_tokens > most:

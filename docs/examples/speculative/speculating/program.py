@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def serve(options: Options, verify: type[VerifyInputs] = VerifyInputs, cycle: type[CycleInputs] = CycleInputs) -> int:
-    """Serve the requests and print the report; 0 if all is equal to the reference, else 1. verify, cycle: see engines."""
+def serve(options: Options, verify: type[VerifyInputs] = VerifyInputs, cycle: type[CycleInputs] | None = None) -> int:
+    """Serve the requests and print the report; 0 if all is equal to the reference, else 1. verify, cycle: of the engines."""
     backend = backends.choose(options.backend)
     language, draft = load(options, backend.device)
     requests = make_requests(options, language)
