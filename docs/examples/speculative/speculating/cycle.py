@@ -117,7 +117,7 @@ class CycleStep:
         view.next_ids.copy_(tokens.gather(1, gains[:, None] - 1)[:, 0])
         view.ended.copy_((ends & won).any(1) | (view.positions + gains >= view.last))
         self.drafts.extend(view, rows, tokens)
-        return view.tokens.copy_(tokens.where(won, -1))
+        return view.tokens.copy_(tokens.masked_fill(~won, -1))
 
     def _verify(self, view: CycleInputs, rows: torch.Tensor, tree: Tree) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's own tokens along the path that it accepts, and how many of the drafted ones are right."""
