@@ -32,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(options: Options, verify: type[VerifyInputs] = VerifyInputs, cycle: type[CycleInputs] | None = None) -> int:
-    """Serve the requests and print the report; 0 if all is equal to the reference, else 1. verify, cycle: see engines."""
+    """Serve the requests and print the report; 0 if all is equal to the reference, else 1.
+
+    verify: see LaunchesEngine. cycle: see LaunchEngine.
+    """
     backend = backends.choose(options.backend)
     language, draft = load(options, backend.device)
     requests = make_requests(options, language)
