@@ -74,15 +74,26 @@ class DraftRunner(RequestRunner[V, Drafts]):
         for name, count in (("topk", topk), ("steps", steps)):
             checked(name, "a whole number, at least 1", count, int, 1)
         check_step("forward", forward, "the view and a DraftStep")
-        advances = _advancing(declaration_of(inputs))
+        _check_slots(declaration_of(inputs))
         self.topk, self.steps = topk, steps
-        step = functools.partial(_drafted, forward, topk, steps, advances)
+        step = functools.partial(draft_tree, forward, topk, steps)
         super().__init__(inputs, step, options, output_rows=BATCH, known={TOPK: topk, STEPS: steps}, width=topk)
 
 
-def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str], view: V, /) -> Drafts:
-    """Run every step, and choose the nodes that the next one continues from. This is captured."""
-    slots = view.__dict__
+def draft_tree(forward: Forward[V], topk: int, steps: int, view: V, /) -> Drafts:
+    """Draft a tree of tokens, `steps` deep, as a `DraftRunner` does. Call it in a captured step of your own.
+
+    It reads nothing on the host. In each step it writes `input_ids` of the view, if there are any, and after it adds
+    one to `positions` and `mrope_positions`, in place.
+
+    Args:
+        forward: As for `DraftRunner`.
+        topk: Nodes that each step continues from.
+        steps: The depth of the tree.
+        view: A view or a batch of a declaration that fits a `DraftRunner`; of its slots the draft reads these three,
+            `topk_p`, `topk_index` and `hidden_states`, and `forward` what it likes.
+    """
+    slots = vars(view)
     frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
     shape, staged, hidden = (-1, topk, topk), slots.get(_IDS), slots.get("hidden_states")
     if hidden is not None:
@@ -91,8 +102,8 @@ def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str]
         ids = frontier.tokens.flatten()
         step = DraftStep(index, ids if staged is None else staged.copy_(ids), hidden, frontier.branches)
         logits, hidden = _checked(forward(view, step), step, topk)
-        for name in advances:
-            if slots[name] is not None:
+        for name in POSITIONS:
+            if slots.get(name) is not None:
                 slots[name].add_(1)
         shares, tokens = top_tokens(logits, topk)
         frontier = frontier.grow(shares.view(shape), tokens.view(shape))
@@ -119,11 +130,8 @@ def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, t
     )
 
 
-def _advancing(declaration: Declaration) -> Sequence[str]:
-    """Return the slots that each step advances.
-
-    Raise ConfigError if a slot that the draft reads or writes is of another kind.
-    """
+def _check_slots(declaration: Declaration) -> None:
+    """Raise ConfigError if a slot that the draft reads or writes is of another kind."""
     slots = declaration.slots
     for name in ("topk_p", "topk_index"):
         if name not in slots or slots[name].shape != (Dim.of(BATCH), Dim.of(TOPK)):
@@ -132,13 +140,11 @@ def _advancing(declaration: Declaration) -> Sequence[str]:
             )
     if _IDS in slots and not slots[_IDS].rewritten:
         raise ConfigError(f"slot {_IDS!r}: the draft writes it in each step: declare it with staged(), or leave it out")
-    advances = [name for name in POSITIONS if name in slots]
-    for name in advances:
-        if not slots[name].restored:
+    for name in POSITIONS:
+        if name in slots and not slots[name].restored:
             raise ConfigError(
                 f"slot {name!r} of {declaration.name}: each draft step advances it: give it restored=True"
             )
-    return advances
 
 
 @final

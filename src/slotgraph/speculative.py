@@ -2,7 +2,13 @@
 
 from slotgraph import _publish
 from slotgraph.dataflow.axes import WIDTH
-from slotgraph.runners.draft import DraftExtendRunner, DraftRunner, DraftStep, MultiLayerDraftExtendRunner
+from slotgraph.runners.draft import (
+    DraftExtendRunner,
+    DraftRunner,
+    DraftStep,
+    MultiLayerDraftExtendRunner,
+    draft_tree,
+)
 from slotgraph.runners.tree import Accepted, Drafts, Tree, accept, ancestors, best_tree, top_tokens
 
 __all__ = [
@@ -17,6 +23,7 @@ __all__ = [
     "accept",
     "ancestors",
     "best_tree",
+    "draft_tree",
     "top_tokens",
 ]
 

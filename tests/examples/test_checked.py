@@ -95,6 +95,15 @@ def test_programs_go_on_after_their_runners_were_checked(
     assert_sound(kept)
 
 
+def test_a_cycle_in_one_launch_passes_all_checks(kept: list[Kept]) -> None:
+    """Its runner is called for the first cycle of a loop alone."""
+    needs("speculating")
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert module("speculating.program").main([*SHORT["speculating"], "--one-launch"]) == 0
+    assert [len(one.batches) > 0 for one in kept] == [True]
+    assert_sound(kept)
+
+
 @pytest.mark.parametrize("prefill", ["breakable", "piecewise"])
 def test_the_demo_goes_on_after_its_runners_were_checked(kept: list[Kept], prefill: str) -> None:
     """The demo chooses the same tokens as generate() after its prefill and its decode runner were checked."""

@@ -16,8 +16,10 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from slotgraph import BATCH, CACHE_LOC, computed
+from slotgraph import BATCH, CACHE_LOC, computed, copied
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.fill.tails import CleanTails
@@ -39,6 +41,7 @@ SHORT = {
     "spans": ["--layers", "1", "--hidden", "8"],
 }
 TREE = ["--requests", "4", "--max-new-tokens", "12", "--buckets", "2,3", "--topk"]
+LAUNCH = ["--one-launch", "--chunk", "2"]
 GENERATED = "generate() chose the same tokens"
 SAME_TOKENS = "equal: transformers chose the same tokens for all 6 requests"
 EQUAL: list[tuple[str, list[str], list[str]]] = [
@@ -54,6 +57,13 @@ EQUAL: list[tuple[str, list[str], list[str]]] = [
     *(
         ("speculating", [*TREE, str(wide), "--steps", str(deep), "--draft-tokens", str(nodes)], [GENERATED])
         for wide, deep, nodes in ((1, 3, 4), (2, 1, 3), (2, 2, 1), (4, 3, 37))
+    ),
+    ("speculating", ["--one-launch"], [GENERATED, ", 1.00 a cycle\n", "a smaller model"]),
+    ("speculating", ["--one-launch", "--lookup", "--ahead", "2"], [GENERATED, "its draft is prompt lookup"]),
+    ("speculating", ["--one-launch", "--chunk", "4", "--ahead", "0", "--buckets", "2,3"], [GENERATED, ", 0."]),
+    *(
+        ("speculating", [*TREE, str(wide), "--steps", str(deep), "--draft-tokens", str(nodes), *LAUNCH], [GENERATED])
+        for wide, deep, nodes in ((1, 3, 4), (2, 2, 1), (4, 3, 37))
     ),
     *(
         ("states", ["--model", family, "--buckets", "1,2,5"], [GENERATED, ", 3 buckets captured", ", 0 eagerly\n"])
@@ -114,6 +124,25 @@ def test_prompt_lookup_wins_tokens_on_a_real_model(capsys: pytest.CaptureFixture
     assert float(out.partition("acceptance")[2].split()[0]) > 2
 
 
+@pytest.mark.parametrize("argv", [["--chunk", "2"], ["--ahead", "0"], ["--one-launch", "--time"]], ids=" ".join)
+def test_options_of_no_use_to_speculation_are_told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Cycles of three launches have no chunks, and cycles of one have no batch to time."""
+    needs("speculating")
+    assert module("speculating.program").main(argv) == 2
+    assert "--one-launch" in capsys.readouterr().err
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=4), st.integers(1, 9))
+def test_look_ups_on_the_device_find_what_those_on_the_host_find(texts: list[list[int]], count: int) -> None:
+    """For many texts at once, behind which anything may be."""
+    needs("speculating")
+    lookups = module("speculating.lookup")
+    padded = torch.tensor([text + [one % 3 for one in range(15 - len(text))] for text in texts])
+    lengths = torch.tensor([*map(len, texts)])
+    found = lookups.lookup_on_device(padded, lengths, count).tolist()
+    assert found == [lookups.lookup(text, count) for text in texts]
+
+
 @pytest.mark.parametrize("package", sorted({*SHORT} - {"engine"}))
 def test_what_cannot_run_is_told(package: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A backend, or a cycle, that is not there ends the program with a sentence and status 2; so do odd options."""
@@ -138,6 +167,15 @@ def unmasked(base: Any) -> Any:
         )
 
     return Unmasked
+
+
+def one_by_one(base: Any) -> Any:
+    """A cycle whose roots advance by one token, whatever was won."""
+
+    class OneByOne(base):  # type: ignore[misc] # as above
+        positions: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda positions: positions + 1)
+
+    return OneByOne
 
 
 def forgetful(base: Any) -> Any:
@@ -203,6 +241,10 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
         *("speculating", "serve", ["--buckets", "6"], "verify"),
         lambda: unmasked(module("speculating.inputs").VerifyInputs),
     ),
+    "a root that does not advance by what was won": (
+        *("speculating", "serve", ["--one-launch"], "cycle"),
+        lambda: one_by_one(module("speculating.inputs").TreeCycleInputs),
+    ),
     "stale rows of a tree": (
         *("speculating", "serve", ["--buckets", "6"], "verify"),
         lambda: stale(module("speculating.inputs").VerifyInputs, torch.int64, "out_cache_loc", "positions"),
@@ -235,6 +277,25 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
         lambda: stale(module("images.inputs").ImageInputs, torch.int64, "index_row", axes=(BATCH,)),
     ),
 }
+
+
+def test_rows_are_reserved_for_the_most_that_cycles_can_win(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cycles that the host has not read yet may have won the most; with fewer rows another request's are written."""
+    needs("speculating")
+    engine = module("speculating.launch").LaunchEngine
+    reserve = engine._reserve
+    monkeypatch.setattr(module("speculating.launch"), "BLOCK", 1)
+    argv = [*SHORT["speculating"], *LAUNCH, "--ahead", "3", "--topk", "1", "--draft-tokens", "5"]
+    assert module("speculating.program").main(argv) == 0
+
+    def few(engine: Any, requests: Any, read: int, last: int) -> Any:
+        return reserve(engine, requests, read, min(read, last))
+
+    monkeypatch.setattr(engine, "_reserve", few)
+    assert module("speculating.program").main(argv) == 1
+    assert "\nDIFFERENT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", PLANTED)

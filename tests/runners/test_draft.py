@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, copied, standard
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, standard
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.runners.draft import DraftStep
 from slotgraph.runners.tree import Drafts, top_tokens
-from slotgraph.speculative import DraftRunner
+from slotgraph.speculative import DraftRunner, draft_tree
 from tests.runners.models import Batch, ready, same_batch, snapshot
 from tests.runners.test_tree import PlainTree
 
@@ -152,6 +152,27 @@ def test_drafts_are_the_plain_ones(
         assert drafts.tokens.shape == (requests, topk + (steps - 1) * topk * topk)
         assert_right(drafts, batch, topk, steps)
         assert same_batch(batch, given)
+
+
+def test_a_step_of_ones_own_drafts_the_same_trees(backend: Backend) -> None:
+    """A tree inside a decode step is the plain one, of padded batches, too."""
+    topk, steps = 2, 3
+    toy = Toy(topk, steps, backend.device)
+    sizes = {standard.TOPK: topk, standard.STEPS: steps, standard.HIDDEN: WIDE}
+    runner = ready(
+        DecodeRunner(
+            ToyInputs,
+            lambda view: draft_tree(toy, topk, steps, view),
+            **{**OPTIONS, "sizes": sizes},
+            width=topk,
+            output_rows=BATCH,
+            backend=backend,
+            buckets=[2, 4],
+        )
+    )
+    for requests in (4, 1, 3):
+        batch = batch_of(requests, topk, steps, requests, backend.device)
+        assert_right(runner(batch), batch, topk, steps)
 
 
 def with_plain(name: str) -> type[Inputs]:

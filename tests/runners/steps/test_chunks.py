@@ -134,6 +134,24 @@ def test_whoever_is_done_is_handed_out_once(backend: Backend) -> None:
         assert [row["c"] for row in later if "c" in row] == [37, 38, 39, 40]
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [4, "auto"])
+def test_nothing_is_launched_for_requests_that_are_all_done(chunk: Any, ahead: int) -> None:
+    """At most the rest of a launch, and `ahead` further ones, run after the last request is done."""
+    runner = runner_of("cpu-capture", Ending, done="done")
+    for steps in range(1, 11):  # of the longer request, the last of which ends it
+        batch = {**two(ids=[END - steps, END - 1]), "done": [False, False]}
+        live, launches, surplus, handed_out = {"a", "b"}, set[int](), set[int](), 0
+        for step in runner.steps(batch, keys=[*"ab"], chunk=chunk, ahead=ahead):
+            handed_out += 1
+            (launches if live else surplus).add(step.launch)
+            ended = [key for key, token in step.tokens() if token == END]
+            step.leave(ended)
+            live -= {*ended}
+        assert len(surplus - launches) == ahead
+        assert handed_out - steps <= 4 * (ahead + 1) - 1
+
+
 def test_a_request_that_begins_done_is_as_a_padded_row(backend: Backend) -> None:
     """A slot of the batch says so, in calls as in steps, with a graph and without."""
     for options in ({}, {"graphs": False}):

@@ -56,6 +56,17 @@ def extend_batch(requests: Requests, width: int) -> dict[str, Any]:
     }
 
 
+def cycle_batch(requests: Requests) -> dict[str, Any]:
+    """What requests need before cycles in one launch, but for what their drafts begin with."""
+    return {
+        "input_ids": [request.generated[-1] for request in requests],
+        "positions": [request.root for request in requests],
+        "places": [request.pages for request in requests],
+        "last": [request.longest for request in requests],
+        "done": [False] * len(requests),
+    }
+
+
 def _lengths(requests: Requests, more: int) -> dict[str, Any]:
     """Where each request's places are, and how many of its tokens the cache holds: those before the root, and more."""
     return {

@@ -15,7 +15,7 @@ from speculating.batches import draft_batch, extend_batch, prompt_batch
 from speculating.inputs import DraftInputs, ExtendInputs
 from speculating.lookup import lookup
 from speculating.request import SpeculativeRequest
-from speculating.steps import DraftSteps
+from speculating.steps import DraftSteps, Model
 
 Requests = Sequence[SpeculativeRequest]
 
@@ -35,21 +35,29 @@ class Timed:
         return self.runner.replay(view)
 
 
-class ModelDrafts:
-    """Trees of a draft model, whose cache has the target's rows. runners: its captured steps by name."""
+class DraftPrompts:
+    """What a draft model reads before its first tree."""
 
-    def __init__(self, steps: DraftSteps, rows: PageAllocator, where: Mapping[str, Any]) -> None:
-        self._rows, self._topk, self._depth = rows, steps.topk, steps.steps
-        self._prompts = EagerRunner(standard.PrefillInputs, steps.model.prompt, backend=where["backend"])
-        draft = DraftRunner(DraftInputs, steps.drafting, topk=steps.topk, steps=steps.steps, **where)
-        extend = DraftExtendRunner(ExtendInputs, steps.extend, width=steps.steps + 1, **where)
-        self.runners = {"draft": Timed(draft), "extend": Timed(extend)}
+    def __init__(self, model: Model, topk: int, backend: Any) -> None:
+        self._topk = topk
+        self._prompts = EagerRunner(standard.PrefillInputs, model.prompt, backend=backend)
 
     def begin(self, request: SpeculativeRequest) -> None:
         """The likeliest children of the root, after the model has read all before."""
         batch = prompt_batch([*request.prompt_ids, *request.generated], request.pages)
         shares, tokens = top_tokens(self._prompts(batch), self._topk)
         request.shares, request.tokens = shares[0], tokens[0]
+
+
+class ModelDrafts(DraftPrompts):
+    """Trees of a draft model, whose cache has the target's rows. runners: its captured steps by name."""
+
+    def __init__(self, steps: DraftSteps, rows: PageAllocator, where: Mapping[str, Any]) -> None:
+        super().__init__(steps.model, steps.topk, where["backend"])
+        self._rows, self._depth = rows, steps.steps
+        draft = DraftRunner(DraftInputs, steps.drafting, topk=steps.topk, steps=steps.steps, **where)
+        extend = DraftExtendRunner(ExtendInputs, steps.extend, width=steps.steps + 1, **where)
+        self.runners = {"draft": Timed(draft), "extend": Timed(extend)}
 
     def trees(self, requests: Requests, nodes: int) -> Tree:
         """The best nodes of all that were drafted."""

@@ -1,7 +1,8 @@
 """The engine: prompts eagerly, then cycles of draft, verify and extend from graphs, until all requests are done."""
 
+import abc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,13 +23,18 @@ from speculating.steps import DraftSteps, Model, TargetSteps
 
 RESERVED: Final = 2
 """Rows of the caches that no request gets: padded rows write row 0, and draft-extend writes row 1 in its capture."""
+BLOCK: Final = 16
+"""Rows that a request gets at once where the host reads late what it has won, so that few launches need an edit."""
 
 
-class Engine:
-    """Serves a set of requests by speculation, with a draft model or, where that is None, with prompt lookup.
+class Engine(abc.ABC):
+    """Serves a set of requests by speculation: admits them, lets them cycle, and retires them.
 
-    verify: what a verify reads; a subclass of VerifyInputs may add to it or override it.
+    target, draft: the models; draft is None for prompt lookup. runners: what runs captured steps, by name.
+    launches: how often a graph of these was launched.
     """
+
+    runners: Mapping[str, Timed]
 
     def __init__(
         self,
@@ -37,26 +43,23 @@ class Engine:
         requests: Sequence[SpeculativeRequest],
         options: Options,
         backend: Backend,
-        verify: type[VerifyInputs] = VerifyInputs,
     ) -> None:
         self.waiting, self.running = list(requests), list[SpeculativeRequest]()
-        self.cycles, self.seconds = 0, 0.0
-        self.nodes, self._eos, most = options.draft_tokens, language.eos, max(options.buckets)
-        topk, depth = options.tree
-        longest = max(request.longest for request in requests) + depth + 2
-        rows = RESERVED + most * (longest + self.nodes + topk * depth)
+        self.cycles, self.launches, self.seconds = 0, 0, 0.0
+        self.options, self.backend, self._eos = options, backend, language.eos
+        self.nodes = options.draft_tokens
+        self.topk, self.depth = options.tree
+        most = max(options.buckets)
+        self.room = max(self.nodes, 1 + self.topk * self.depth, 2 + self.depth)
+        self.longest = max(request.longest for request in requests) + self.room + BLOCK
+        rows = RESERVED + most * (self.longest + self.topk * self.depth)
         self.rows, self.numbers = PageAllocator(rows), list(range(most, 0, -1))
         self.rows.take(RESERVED - 1)  # the allocator keeps row 0 to itself
-        self.table = torch.zeros(1 + most, longest, dtype=torch.int64, device=backend.device)
-        where: dict[str, Any] = {"buckets": options.buckets, "backend": backend}
-        target = self._over_rows(language.model, rows)
-        self.prompts = EagerRunner(standard.PrefillInputs, target.prompt, backend=backend)
-        step = TargetSteps(target, depth).verify
-        self.verify = Timed(DecodeRunner(verify, step, width=self.nodes, output_rows=BATCH, **where))
-        self.drafts: LookupDrafts | ModelDrafts = LookupDrafts(backend.device)
-        if draft is not None:
-            self.drafts = ModelDrafts(DraftSteps(self._over_rows(draft, rows), topk, depth), self.rows, where)
-        self.runners = {"verify": self.verify, **self.drafts.runners}
+        self.table = torch.zeros(1 + most, self.longest, dtype=torch.int64, device=backend.device)
+        self._where: dict[str, Any] = {"buckets": options.buckets, "backend": backend}
+        self.target = self._over_rows(language.model, rows)
+        self.draft = None if draft is None else self._over_rows(draft, rows)
+        self.prompts = EagerRunner(standard.PrefillInputs, self.target.prompt, backend=backend)
 
     def _over_rows(self, model: PreTrainedModel, rows: int) -> Model:
         """A model over a cache of its own, a row a token."""
@@ -86,13 +89,48 @@ class Engine:
             request.row, request.pages = self.numbers.pop(), self.rows.take(len(request.prompt_ids) + 1)
             logits = self.prompts(prompt_batch(request.prompt_ids, request.pages))
             request.generated += logits.argmax(dim=1).tolist()
-            self._place([request])
-            self.drafts.begin(request)
+            self._begin(request)
             self.running.append(request)
         self._retire()
 
+    @abc.abstractmethod
+    def _begin(self, request: SpeculativeRequest) -> None:
+        """Prepare the first draft of a request whose prompt was read."""
+
+    @abc.abstractmethod
     def _cycle(self) -> None:
         """Draft, verify, keep what the target accepts, and begin the next trees."""
+
+    def _retire(self) -> list[SpeculativeRequest]:
+        """Requests that are done leave, and their rows are free at once."""
+        done = [request for request in self.running if request.finished(self._eos)]
+        for request in done:
+            self.rows.give_back(request.pages)
+            self.numbers.append(request.row)
+        self.running = [request for request in self.running if request not in done]
+        return done
+
+
+class LaunchesEngine(Engine):
+    """Drafts, verifies and extends by a launch each, whose batches the host makes.
+
+    verify: what a verify reads; a subclass of VerifyInputs may add to it or override it.
+    """
+
+    def __init__(self, *args: Any, verify: type[VerifyInputs] = VerifyInputs) -> None:
+        super().__init__(*args)
+        step = TargetSteps(self.target, self.depth).verify
+        self.verify = Timed(DecodeRunner(verify, step, width=self.nodes, output_rows=BATCH, **self._where))
+        self.drafts: LookupDrafts | ModelDrafts = LookupDrafts(self.backend.device)
+        if self.draft is not None:
+            self.drafts = ModelDrafts(DraftSteps(self.draft, self.topk, self.depth), self.rows, self._where)
+        self.runners = {"verify": self.verify, **self.drafts.runners}
+
+    def _begin(self, request: SpeculativeRequest) -> None:
+        self._place([request])
+        self.drafts.begin(request)
+
+    def _cycle(self) -> None:
         requests = self.running
         tree = self.drafts.trees(requests, self.nodes)
         rows = [[request.pages[-1], *self.rows.take(self.nodes - 1)] for request in requests]
@@ -101,6 +139,7 @@ class Engine:
         if self.running:
             self._place(self.running)
             self.drafts.extend(self.running)
+        self.launches = sum(timed.runner.stats()["steps"]["graph"] for timed in self.runners.values())
 
     def _keep(self, requests: Sequence[SpeculativeRequest], rows: Sequence[Sequence[int]], accepted: Accepted) -> None:
         """Append the accepted tokens and the target's own next one; the rows of all others are free again."""
@@ -124,11 +163,3 @@ class Engine:
         places = [row for request, count in pairs for row in request.pages[-count:]]
         at = torch.tensor([rows, positions, places], device=self.table.device)
         self.table[at[0], at[1]] = at[2]
-
-    def _retire(self) -> None:
-        """Requests that are done leave, and their rows are free at once."""
-        for request in self.running:
-            if request.finished(self._eos):
-                self.rows.give_back(request.pages)
-                self.numbers.append(request.row)
-        self.running = [request for request in self.running if not request.finished(self._eos)]

@@ -46,6 +46,16 @@ class Options:
         default="cpu-capture",
         metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
     )
+    one_launch: bool = attrs.field(
+        default=False,
+        metadata=_says("draft, verify and extend in one launch, ahead of what the host reads", action="store_true"),
+    )
+    ahead: int = attrs.field(
+        default=1, metadata=_says("launches beyond the one that is read, with --one-launch", type=int, metavar="N")
+    )
+    chunk: int = attrs.field(
+        default=1, metadata=_says("cycles of one launch, with --one-launch", type=count, metavar="N")
+    )
     topk: int = attrs.field(
         default=3, metadata=_says("branches that a draft step goes on from", type=count, metavar="N")
     )
@@ -69,7 +79,11 @@ class Options:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a tree that no draft fills."""
+        """Refuse a tree that no draft fills, and options that are of no use."""
+        if not self.one_launch and (self.ahead, self.chunk) != (1, 1):
+            raise OptionsError("--ahead and --chunk are for --one-launch: give it, too, or leave them out")
+        if self.one_launch and (self.time or self.ahead < 0):
+            raise OptionsError("--one-launch takes --ahead 0 or more, and not --time: its later cycles have no batch")
         topk, steps = self.tree
         most = 1 + topk + (steps - 1) * topk**2
         if self.draft_tokens > most:

@@ -10,8 +10,9 @@ from serving.options import RANDOM, OptionsError
 from serving.reference import reference_answers
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
-from speculating.engine import Engine
-from speculating.inputs import VerifyInputs
+from speculating.engine import LaunchesEngine
+from speculating.inputs import CycleInputs, VerifyInputs
+from speculating.launch import LaunchEngine
 from speculating.models import load
 from speculating.options import Options, parse
 from speculating.report import lines
@@ -30,15 +31,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def serve(options: Options, verify: type[VerifyInputs] = VerifyInputs) -> int:
-    """Serve the requests and print the report; 0 if all is equal to the reference, else 1. verify: see Engine."""
+def serve(options: Options, verify: type[VerifyInputs] = VerifyInputs, cycle: type[CycleInputs] | None = None) -> int:
+    """Serve the requests and print the report; 0 if all is equal to the reference, else 1.
+
+    verify: see LaunchesEngine. cycle: see LaunchEngine.
+    """
     backend = backends.choose(options.backend)
     language, draft = load(options, backend.device)
     requests = make_requests(options, language)
     begin = time.perf_counter()
     answers = [answer.tokens for answer in reference_answers(language, requests)]
     alone = time.perf_counter() - begin
-    engine = Engine(language, draft, requests, options, backend, verify)
+    given = language, draft, requests, options, backend
+    engine = LaunchEngine(*given, cycle=cycle) if options.one_launch else LaunchesEngine(*given, verify=verify)
     engine.capture()
     engine.run()
     difference = first_difference(requests, answers)

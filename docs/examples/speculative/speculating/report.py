@@ -20,13 +20,14 @@ def lines(
     topk, depth = options.tree
     tokens = sum(len(request.generated) for request in requests)
     distinct = len({token for request in requests for token in request.generated})
-    draft = "a smaller model" if engine.drafts.runners else "prompt lookup"
+    draft = "a smaller model" if engine.draft is not None else "prompt lookup"
     yield f"model            {name}, its draft is {draft}"
-    yield f"backend          {engine.verify.runner.stage.backend.name}"
+    yield f"backend          {engine.backend.name}"
     yield f"tree             {topk} wide, {depth} deep; {options.draft_tokens} nodes are verified"
     yield f"requests         {len(requests)}, in {engine.cycles} cycles"
     speeds = f"{tokens / engine.seconds:.0f} tokens/s, generate() one at a time {tokens / alone:.0f}"
     yield f"tokens           {tokens}, {distinct} different ones; {speeds}"
+    yield f"launches         {engine.launches} of captured steps, {engine.launches / engine.cycles:.2f} a cycle"
     for step, timed in engine.runners.items():
         steps = timed.runner.stats()["steps"]
         yield f"{step:<16} {steps['graph']} steps from graphs, {steps['eager']} eagerly"

@@ -31,10 +31,15 @@ class Model:
         logits: torch.Tensor = head(output.last_hidden_state[0])
         return logits
 
+    def move(self, rows: torch.Tensor, to: torch.Tensor) -> None:
+        """Copy keys and values of rows of the cache to others, in all layers."""
+        for held in (self.cache.keys, self.cache.values):
+            held[:, to] = held[:, rows]
+
     def prompt(self, view: standard.PrefillInputs) -> torch.Tensor:
         """Logits after the last token of one prompt, [1, vocabulary]."""
         rows, length = view.out_cache_loc, view.input_ids.shape[0]
-        mask = _causal(length, rows.device)
+        mask = causal(length, rows.device)
         sight = Sight(prefix=rows[None, :0], lengths=rows[:1] * 0, beside=rows[None], mask=mask)
         return self.logits(view.input_ids, view.positions, rows, sight)[-1:]
 
@@ -81,13 +86,13 @@ class DraftSteps:
         """The draft on what was accepted: probabilities and ids of each new root's children, [requests, topk] each."""
         requests, rows = view.seq_lens.shape[0], view.out_cache_loc
         beside = rows.view(requests, -1)
-        prefix, mask = self.model.table[view.req_pool_indices], _causal(beside.shape[1], rows.device)
+        prefix, mask = self.model.table[view.req_pool_indices], causal(beside.shape[1], rows.device)
         sight = Sight(prefix=prefix, lengths=view.seq_lens, beside=beside, mask=mask)
         logits = self.model.logits(view.input_ids, view.positions, rows, sight)
         return top_tokens(logits[view.select_index], self.topk)
 
 
-def _causal(length: int, device: torch.device) -> torch.Tensor:
+def causal(length: int, device: torch.device) -> torch.Tensor:
     """[1, length, length]: each token sees itself and those before it."""
     places = torch.arange(length, device=device)
     return (places[:, None] >= places)[None]
