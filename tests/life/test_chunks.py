@@ -335,9 +335,10 @@ def run(schedule: Schedule, act: Act, steps: int, *, ahead: int, **options: Any)
         if step.lands > told_of:
             told_of = step.lands
             is_held = bool(act(step))
+        launches = ahead + 1 if was_held else 1  # so many may follow at once
         if game.ragged:
-            reserve(step, schedule, pages, ahead + 1 if was_held else 1)
-        was_held, needed = is_held, step.needs("positions")
+            reserve(step, schedule, pages, launches)
+        was_held, needed = is_held, step.needs("positions", steps=launches)
     told.look(game, step, reserved)
     return told
 
