@@ -108,7 +108,7 @@ class Chain(Generic[V]):
         self._check_room(requests)
         self.chunk_sizes = (1,) if by_calls else chunk_sizes
         if self.chunk_sizes[-1] > 1:
-            check_host(graphs, graphs.get(buckets.fit(requests), self._absent, variant))
+            check_host(graphs)
         sizes = runner.sizes[buckets.largest]
         self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
         self._edits.check()
