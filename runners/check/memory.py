@@ -148,15 +148,17 @@ def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]
 def _unwritten(trial: Trial, number: int) -> Iterator[Finding]:
     """Find outputs, and slots of functions on the device, that a step leaves unwritten over two kinds of garbage."""
     names, pair = [name for name in trial.filled if not trial.is_filled(name)], list[Tensors]()
+    readers = _readers_in_chunks(trial)
     for flipped in (False, True):
         generator = torch.Generator().manual_seed(trial.seed + number)
         put = {name: garbage(trial.filled[name], generator, flipped=flipped) for name in names}
-        held = trial.run(lambda _: {name: vars(trial.view)[name].clone() for name in names}, put)
+        put |= {name: torch.full_like(trial.filled[name], flipped) for name in readers}
+        held = trial.run(lambda _: {name: vars(trial.view)[name].clone() for name in (*names, *readers)}, put)
         if held is None:
             yield from _reads_garbage(trial, put)
             return
         pair.append(held)
-    for name in names:
+    for name in (*names, *readers):
         slot, (one, other) = trial.slots[name], (held[name] for held in pair)
         what = f"slot {name!r} is not written by its function"
         must = "a function that takes `out` must fill all of it, padded rows too"
@@ -164,6 +166,10 @@ def _unwritten(trial: Trial, number: int) -> Iterator[Finding]:
             one, other = (live_part(slot, tensor, trial.step) for tensor in (one, other))
             what = f"output slot {name!r} is not written by the step"
             must = "write every live row in each step, or leave the slot out of the declaration"
+        elif name in readers:
+            one, other = (live_part(slot, tensor, trial.step) for tensor in (one, other))
+            what = f"slot {name!r} is not written by the step, and then= of {readers[name]!r} reads it"
+            must = "nobody else writes it between the steps of one launch; write it in the step, or leave out chunks="
         if rows := unequal_rows(one, other):
             yield Finding("coverage", name, f"{what}: {rows} still hold what lay there before; {must}")
 
@@ -178,6 +184,17 @@ def _reads_garbage(trial: Trial, put: Tensors) -> Iterator[Finding]:
                 "has written: a function that takes `out` must fill all of it, padded rows too"
             )
             yield Finding("coverage", name, message)
+
+
+def _readers_in_chunks(trial: Trial) -> dict[str, str]:
+    """Return slots that producers write, each with a slot whose rule reads it, if a launch has several steps."""
+    rules, found = trial.declaration.rules.items() if trial.graphs.chunks is not None else (), dict[str, str]()
+    for reader, rule in rules:
+        for need in rule.needs:
+            slot = trial.slots.get(need)
+            if need in trial.filled and slot is not None and "producer" in slot.writers and not slot.is_state:
+                found[need] = reader
+    return found
 
 
 def check_races(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:

@@ -1,6 +1,5 @@
 """Check of transitions: slots advance by their rules, with and without edits, whatever values padded rows have."""
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -15,8 +14,10 @@ from ...dataflow.oracle import advance_slot_by_slot, fill_slot_by_slot
 from ...dataflow.slots import BY_STEP
 from ...dataflow.tails import Once, Pad
 from ...dataflow.transition import rows_of_requests
+from ..engine.graphs import Captured
 from ..engine.sampling import Sample
 from ..testing.ground import fill_faults
+from .chunks import chunk_faults, ended_faults, reserved_faults
 from .trial import OTHER_SHAPES, Finding, Tensors, Trial, cloned, live_part, mismatches, tails_of
 
 TRANSITION: Final = "transition"
@@ -30,9 +31,20 @@ ALONE: Final = "have its then= make live rows of live ones alone, or of tails th
 
 def check_transition(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run steps from each batch, some without an edit and one with an edit, and compare slots with their rules."""
+    seen = set[Captured | None]()
     with trial.state.kept(), trial.slots_kept():
         for one in batches:
-            yield from itertools.islice(_faults(trial, one), 1)  # later faults may only follow from the first
+            found = next(_faults(trial, one), None)  # later faults may only follow from the first
+            if found is not None:
+                yield found
+                continue
+            trial.fill(one)
+            faults = [*ended_faults(trial), *reserved_faults(trial)]
+            if trial.graph not in seen:
+                seen.add(trial.graph)
+                faults += chunk_faults(trial, one)
+            for name, fault in faults:
+                yield Finding(TRANSITION, name, fault)
 
 
 def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:

@@ -1,7 +1,8 @@
 """Chunks: several steps in one graph, with the rules of slots between them, and the outputs of each kept apart."""
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -40,12 +41,15 @@ class Chunks:
             return torch.zeros(self.sizes, dtype=torch.int64, device=self.backend.device)
 
     def capture(self, step: Callable[[], Any], last: Any, bucket: Bucket, *given: Any) -> dict[int, Graph]:
-        """Capture a bucket's graphs, by their number of steps. Their outputs are what `handed_out` says of each step.
+        """Capture a bucket's graphs, by their number of steps.
+
+        Their outputs are a list of what `handed_out` says of each step, and a list of the tensors with a row for each
+        step that are a part of it.
 
         Args:
             step: What the graph of one step runs.
-            last: The outputs of that graph. Memory that is the same in each step, such as a slot's, is copied before
-                the next step writes it.
+            last: The outputs of that graph. Memory that is the same in each step, such as a slot's, is copied into a
+                tensor with a row for each step.
             bucket: The bucket.
             given: Further arguments of `capture_step`.
         """
@@ -70,27 +74,30 @@ class Chunks:
 
 def _repeated(
     step: Callable[[], Any], count: int, bucket: Bucket, advance: Callable[[], None] | None, last: Any
-) -> Callable[[], list[Any]]:
+) -> Callable[[], tuple[list[Any], list[torch.Tensor]]]:
     """Return a call that runs a step several times, see `Chunks.capture`."""
-    fixed = set[int]()
+    fixed = dict[int, torch.Tensor]()  # which keeps this memory from being used again
 
     def note(tensor: torch.Tensor) -> None:
-        fixed.add(tensor.untyped_storage().data_ptr())
+        fixed[tensor.untyped_storage().data_ptr()] = tensor
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in fixed else tensor
+    def kept(stacks: list[torch.Tensor], number: int, places: Iterator[int], tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in fixed:
+            return tensor
+        if not number:
+            stacks.append(tensor.new_empty((count, *tensor.shape)))
+        return stacks[next(places)][number].copy_(tensor)
 
     map_tensors(handed_out(bucket, last), note)
 
     @torch.no_grad()
-    def run() -> list[Any]:
-        found = list[Any]()
+    def run() -> tuple[list[Any], list[torch.Tensor]]:
+        found, stacks = list[Any](), list[torch.Tensor]()
         for number in range(count):
-            if number:
-                found[-1] = map_tensors(found[-1], own)
-                if advance is not None:
-                    advance()
-            found.append(handed_out(bucket, step()))
-        return found
+            if number and advance is not None:
+                advance()
+            keep = functools.partial(kept, stacks, number, itertools.count())
+            found.append(map_tensors(handed_out(bucket, step()), keep))
+        return found, stacks
 
     return run

@@ -4,6 +4,8 @@ import contextlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Final, Generic
 
+import torch
+
 from ...dataflow.capabilities import DEVICE, HOST, Placement
 from ...dataflow.edits import NOWHERE, Keys, Moves, RowWrite, rearrange
 from ...dataflow.errors import BatchError, ConfigError, RankError, ReplayError, did_you_mean
@@ -106,7 +108,7 @@ class Chain(Generic[V]):
         self._check_room(requests)
         self.chunk_sizes = (1,) if by_calls else chunk_sizes
         if self.chunk_sizes[-1] > 1:
-            check_host(graphs, graphs.get(buckets.fit(requests), self._absent, variant))
+            check_host(graphs)
         sizes = runner.sizes[buckets.largest]
         self._edits, self._edit_graph = graphs.filler.editing(sizes, self._absent, by_kernel=not by_calls)
         self._edits.check()
@@ -336,9 +338,13 @@ class Chain(Generic[V]):
         done = handed_out(captured.filling.bucket, None)[1]
         if self._by_calls:
             return [(self._outputs_of_call, cut_live(done, requests))]
-        found = [(captured.graph.outputs, done)] if self._count == 1 else captured.chunks[self._count].outputs
+        found = [(captured.graph.outputs, done)] if self._count == 1 else captured.chunks[self._count].outputs[0]
         rows = None if axis is None else self._work.step.live_sizes[axis]
         return [(cut_live(outputs, rows), cut_live(mask, requests)) for outputs, mask in found]
+
+    def stacks(self) -> list[torch.Tensor]:
+        """Return the tensors of the last launch's outputs that have a row for each step."""
+        return self._captured.chunks[self._count].outputs[1] if self._count > 1 else []
 
     def outputs_key(self) -> tuple[BucketKey, int, int] | None:
         """Return a key for outputs that are the same tensors in each launch, or None if they are new tensors."""

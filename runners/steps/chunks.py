@@ -6,7 +6,7 @@ from typing import Any
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ConfigError
 from ..engine.config import is_collection, refuse
-from ..engine.graphs import Captured, GraphSet
+from ..engine.graphs import GraphSet
 
 
 def checked_chunks(chunks: Any, ranks: object) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def chunk_sizes(chunk: Any, chunks: Collection[int]) -> tuple[int, ...]:
     return (chunk,)
 
 
-def check_host(graphs: GraphSet[Any], captured: Captured | None) -> None:
+def check_host(graphs: GraphSet[Any]) -> None:
     """Raise ConfigError if the host has work to do between two steps of a graph."""
     declaration, why = graphs.stage.declaration, ""
     for buffer in graphs.buffers:
@@ -41,7 +41,7 @@ def check_host(graphs: GraphSet[Any], captured: Captured | None) -> None:
             why = f"host slot {name!r} advances: place it on the device"
         elif slot.placement == HOST and (slot.rewritten or (buffer.foreign and name in declaration.read_on_host)):
             why = f"host slot {name!r} may be written in each step, and the host must see to it"
-    if captured is not None and captured.graph.parts > 1:
+    if any(captured.graph.parts > 1 for captured in graphs.captured.values()):
         why = "a break runs on the host in the middle of the step"
     if why:
         raise ConfigError(f"several steps cannot be one launch, because {why}; or say chunk=1")

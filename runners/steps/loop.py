@@ -30,6 +30,8 @@ SomeKeys = Iterable[Hashable]
 OutputCopies = tuple[list[Any], list[torch.Tensor], list[torch.Tensor], bool]
 """Of a launch: each step's outputs in host memory and who was done before, the tensors to copy to and from, and whether
 they are copied together."""
+MOST_AT_ONCE: Final = 1 << 16
+"""The most bytes of outputs of all steps of a launch that one copy takes to the host, with those of padded rows."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _IN_FLIGHT: Final[list[tuple[Event, OutputCopies]]] = []
 """Memory of ended loops that the device may still write. This list keeps torch from reusing it."""
@@ -83,7 +85,7 @@ class LaunchedStep(Generic[Out]):
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
                 whole, by `output_rows=None`.
         """
-        return self._loop.tokens(self.number, self.keys, self.outputs, self._done)
+        return self._loop.tokens(self.number, self.launch, self.keys, self._outputs, self._done)
 
     def needs(self, slot: str, *, steps: int = 1) -> dict[Any, int]:
         """Return what each request needs in a step that is launched later, to reserve memory for it before.
@@ -340,13 +342,27 @@ class StepLoop(Generic[V, Out]):
         if self._read is not None:
             outputs = [(chosen_parts(made, self._read), done) for made, done in outputs]
 
-        def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
             with outside_inference():
                 made: torch.Tensor = self._backend.empty(tuple(tensor.shape), tensor.dtype, HOST)
                 if made.numel():  # a rank without requests has no rows
                     targets.append(self._backend.mapped(made))
                     sources.append(tensor.detach())
             return made
+
+        stacks = {
+            one.untyped_storage().data_ptr(): functools.cache(functools.partial(copied, one))
+            for one in self._chain.stacks()
+            if 0 < one.nbytes <= MOST_AT_ONCE
+        }
+
+        def on_host(tensor: torch.Tensor) -> torch.Tensor:
+            whole = stacks.get(tensor.untyped_storage().data_ptr())
+            if whole is None:
+                return copied(tensor)
+            made = whole()
+            with outside_inference():
+                return made.as_strided(tensor.shape, tensor.stride(), made.storage_offset() + tensor.storage_offset())
 
         made = map_tensors(outputs, on_host, lambda leaf: constant_leaf(leaf, "which steps() cannot copy to the host"))
         pairs = zip(targets, sources, strict=True)
@@ -357,13 +373,8 @@ class StepLoop(Generic[V, Out]):
 
     def read(self, number: int, launch: int, outputs: Out) -> Out:
         """Wait for the copies of a step's outputs, and return them, as clones if the runner's options ask for that."""
-        runner = self._runner
-        if self._is_overwritten(number):
-            raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
-        if launch in self._in_flight:
-            runner.coordinator.wait(self._in_flight[launch][0], self._backend.device, read=True)
-            del self._in_flight[launch]
-        if runner.config.outputs == "copy":
+        self._wait(number, launch)
+        if self._runner.config.outputs == "copy":
             return own_copy(outputs)
         if self._stamps:
             return map_tensors(  # type: ignore[no-any-return] # the same structure
@@ -371,15 +382,26 @@ class StepLoop(Generic[V, Out]):
             )
         return outputs
 
+    def _wait(self, number: int, launch: int) -> None:
+        """Wait for the copies of a launch's outputs. Raise StaleOutputError if they are overwritten."""
+        if self._is_overwritten(number):
+            raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
+        if launch in self._in_flight:
+            self._runner.coordinator.wait(self._in_flight[launch][0], self._backend.device, read=True)
+            del self._in_flight[launch]
+
     def _is_overwritten(self, number: int) -> bool:
         """Return whether a later launch uses the host memory of a step."""
         return number < self._starts[0]
 
-    def tokens(self, number: int, keys: Keys, outputs: Any, done: torch.Tensor | None) -> list[tuple[Any, Any]]:
+    def tokens(
+        self, number: int, launch: int, keys: Keys, outputs: Any, done: torch.Tensor | None
+    ) -> list[tuple[Any, Any]]:
         """Return the rows of a step that still count: of live requests, and of others until their known end.
 
         done: Which requests were done before the step, or None.
         """
+        self._wait(number, launch)
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(
                 f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
@@ -390,8 +412,9 @@ class StepLoop(Generic[V, Out]):
         if requests and outputs.shape != (requests,):  # several rows or numbers for each request
             outputs = outputs.view(requests, -1).squeeze(1)
         pairs = list(zip(keys, outputs.tolist(), strict=True))
-        if done is not None:
-            pairs = [pair for pair, is_done in zip(pairs, done.tolist(), strict=True) if not is_done]
+        flags = () if done is None else done.tolist()
+        if True in flags:
+            pairs = [pair for pair, is_done in zip(pairs, flags, strict=True) if not is_done]
         if number >= self._changed:
             return pairs
         launched = self.launched

@@ -1,6 +1,7 @@
 """Several steps in one launch, beside single steps and beside a loop by hand. Run with -s to see the tables."""
 
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -8,10 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import HOST
+from slotgraph.dataflow.shown import Table, TableRow
 from tests.benchmarks.shown import show
 
 CHUNKS: Final = (1, 2, 4, 8)
@@ -153,3 +156,49 @@ def test_several_steps_in_one_launch(backend: Backend, device_time: str, rows: i
     title = f"{device_time}, {rows} requests"
     show(f"{title}: a step", whole)
     show(f"{title}: a step, on the host", host)
+
+
+@pytest.mark.slow
+@pytest.mark.slotgraph_backends("cpu-capture", "cuda")
+@pytest.mark.parametrize("returns", ["a slot", "logits"])
+def test_memory_of_several_steps(backend: Backend, returns: str) -> None:
+    """Bytes of graphs and outputs as reports say, and what torch and the device lost by the capture.
+
+    `cpu-capture` keeps all that a step allocates, so its graphs grow with the number of steps.
+    """
+    is_host, rows = backend.device.type == "cpu", list[TableRow]()
+    wide = 64 if is_host else 2048
+    weight = torch.randn(wide, wide, device=backend.device) / wide**0.5
+
+    def step(view: Counting) -> Any:
+        hidden = view.input_ids[:, None].float().expand(-1, wide)
+        for _ in range(6):
+            hidden = (hidden @ weight).tanh()
+        view.next_ids.copy_((view.input_ids * 3 + view.positions + hidden[:, 0].isnan()) % 997)
+        return view.next_ids if returns == "a slot" else {"logits": hidden * 2, "ids": view.next_ids}
+
+    def used() -> list[float]:
+        gc.collect()
+        if is_host:
+            return []
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return [torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free]
+
+    for chunk in (1, 4, 8):
+        before = used()
+        runner: DecodeRunner[Counting, Any] = DecodeRunner(
+            Counting, step, buckets=[256], output_rows=BATCH, backend=backend, chunks=[chunk], progress=False
+        )
+        memory = runner.capture().memory
+        graphs = [graph.nbytes for captured in runner.graphs.captured.values() for graph in captured.graphs]
+        growth = [after - was for after, was in zip(used(), before, strict=True)]
+        numbers = [memory.graphs, memory.outputs, *growth]
+        names = ["graphs", "outputs", "torch allocated", "torch reserved", "device"]
+        found = {name: f"{number / 2**20:.2f}" for name, number in zip(names, numbers, strict=False)}
+        each = ", ".join(f"{number / 2**20:.2f}" for number in graphs)
+        rows.append({"steps": chunk, **found, "each graph": each})
+        del runner
+    title = f"{backend.name}, a step that returns {returns}: MiB"
+    Console(width=140).print(f"\n{Table(title, rows).lines(140)}", highlight=False, markup=False)

@@ -298,33 +298,90 @@ class Written(Counting):
     )
 
 
+class Rewritten(Counting):
+    numbers: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host", rewritten=True)
+
+
+class OfHost(Counting):
+    numbers: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
+    total: torch.Tensor = computed(
+        lambda numbers: numbers.sum(0, keepdim=True), shape=1, dtype=torch.int64, placement="host"
+    )
+
+
+class OfAdvancing(OnHost):
+    total: torch.Tensor = computed(lambda numbers: numbers.sum(0, keepdim=True), shape=1, dtype=torch.int64)
+
+
+MAY: Final = "because host slot 'numbers' may be written in each step, and the host must see to it; or say chunk=1"
+
+
+@pytest.mark.parametrize("chunk", [4, "auto"])
 @pytest.mark.parametrize(
-    ("inputs", "why"),
+    ("inputs", "bound", "why"),
     [
-        (OnHost, "because host slot 'numbers' advances: place it on the device"),
-        (Written, "because host slot 'numbers' may be written in each step"),
+        (OnHost, False, "because host slot 'numbers' advances: place it on the device; or say chunk=1"),
+        (OfAdvancing, False, "because host slot 'numbers' advances: place it on the device; or say chunk=1"),
+        (Written, False, MAY),
+        (Rewritten, False, MAY),
+        (OfHost, True, MAY),
     ],
 )
-def test_work_of_the_host_between_steps_is_refused(inputs: type[Inputs], why: str) -> None:
-    """The error names the slot; single steps run."""
-    runner = runner_of("cpu-capture", inputs)
+def test_work_of_the_host_between_steps_is_refused(inputs: type[Inputs], bound: bool, why: str, chunk: Any) -> None:
+    """The error names the slot. A loop of single steps that runs goes on, and another one begins as ever."""
+    bind = {"bind": {"numbers": torch.zeros(4, dtype=torch.int64)}} if bound else {}
+    runner = runner_of("cpu-capture", inputs, **bind)
     batch = two(numbers=[1, 2])
-    with pytest.raises(ConfigError, match=why):
-        runner.steps(batch, chunk=4)
+    loop = runner.steps(batch, ahead=1)
+    seen = [next(loop).tokens() for _ in range(3)]
+    with pytest.raises(ConfigError, match=f"several steps cannot be one launch, {why}"):
+        runner.steps(batch, chunk=chunk)
+    seen += [next(loop).tokens() for _ in range(3)]
+    assert seen == [[(0, 11 + number), (1, 21 + number)] for number in range(6)]
     assert next(runner.steps(batch, chunk=1)).tokens() == [(0, 11), (1, 21)]
 
 
+def test_host_functions_that_only_edits_change_are_in_chunks(backend: Backend) -> None:
+    """Their results change with the edit at a chunk's end."""
+
+    class Packed(Counting):
+        numbers: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
+        twice: torch.Tensor = computed(lambda numbers: numbers * 2, shape=BATCH, dtype=torch.int64, pad=0)
+
+    def step(view: Packed) -> torch.Tensor:
+        return view.made.copy_(view.ids + view.twice)
+
+    found = []
+    for step_of in runner_of(backend, Packed, step).steps(two(numbers=[1, 2]), chunk=4):
+        if step_of.number == 2:
+            step_of.edit([0], numbers=[5])
+        found.append([token for _, token in step_of.tokens()])
+        if step_of.number == 8:
+            break
+    assert found[:6] == [[12, 24], [14, 28], [16, 32], [18, 36], [20, 40], [30, 44]]
+    assert found[8] == [60, 56]
+
+
 def test_a_break_is_refused() -> None:
-    """The host runs it in the middle of a step."""
-    backend = load("cpu-capture")()
+    """The host runs it in the middle of a step. Single steps run, with the break in each."""
+    backend, calls = load("cpu-capture")(), [0]
+
+    def called(places: Any) -> torch.Tensor:
+        calls[0] += 1
+        return places[0].fill_(1) if places else torch.ones((), dtype=torch.int64)
 
     def step(view: Counting) -> torch.Tensor:
         ids = view.ids + 0
-        number = backend.interrupt(lambda places: places[0].fill_(1) if places else torch.ones((), dtype=torch.int64))
-        return view.made.copy_(ids + number)
+        return view.made.copy_(ids + (backend.interrupt(called) if len(ids) > 2 else 1))
 
-    with pytest.raises(ConfigError, match="because a break runs on the host in the middle of the step"):
-        runner_of(backend, step=step).steps(two(), chunk=4)
+    runner = runner_of(backend, step=step)
+    with pytest.raises(ConfigError, match="because a break runs on the host in the middle of the step; or say chunk=1"):
+        runner.steps(two(), chunk=4)  # a later step may have a larger bucket
+    loop, before = runner.steps({"ids": [10, 20, 30], "lens": [1, 5, 7]}), calls[0]
+    assert [next(loop).tokens() for _ in range(3)] == [
+        [(0, 11 + number), (1, 21 + number), (2, 31 + number)] for number in range(3)
+    ]
+    assert calls[0] == before + 3
 
 
 class Wrong(Counting):
