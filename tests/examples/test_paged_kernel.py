@@ -26,12 +26,11 @@ def need_triton() -> None:
         pytest.skip("triton is not installed, or not made for this system: it is for Linux")
 
 
-@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_kernel_attends_as_plain_torch_does_in_the_interpreter(chosen: str) -> None:
+def test_the_kernel_attends_as_plain_torch_does_in_the_interpreter() -> None:
     """All tests of `interpreted.py` pass, in a process in which Triton's interpreter runs all kernels."""
     need_triton()
-    words = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", chosen)
-    done = python("-m", "pytest", Path(__file__).with_name("interpreted.py"), *words, env={"TRITON_INTERPRET": "1"})
+    suite = Path(__file__).with_name("interpreted.py")
+    done = python("-m", "pytest", suite, "-q", "-n", "0", "-p", "no:cacheprovider", env={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout
 
 
