@@ -29,6 +29,9 @@ def need_triton() -> None:
 def test_the_kernel_attends_as_plain_torch_does_in_the_interpreter() -> None:
     """All tests of `interpreted.py` pass, in a process in which Triton's interpreter runs all kernels."""
     need_triton()
+    triton = importlib.import_module("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip(f"triton {triton.__version__}: its interpreter has no loops with the numpy of today")
     suite = Path(__file__).with_name("interpreted.py")
     done = python("-m", "pytest", suite, "-q", "-n", "0", "-p", "no:cacheprovider", env={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout
@@ -61,7 +64,7 @@ def test_the_kernel_compiles_for_chips_that_are_not_here(
         given = {name: numbers[name] for name in function.arg_names if name in numbers}
         kinds = floats | tables | dict.fromkeys(given, "constexpr")
         source = compiler.ASTSource(function, {name: kinds[name] for name in function.arg_names}, given)
-        made = compiler.compile(source, target=targets.GPUTarget("cuda", chip, 32))
+        made = compiler.compile(source, target=targets.GPUTarget("cuda", chip, 32), options=kernel.FUSED)
         assert made.metadata.shared <= 48 << 10
         assert "ld.local" not in made.asm["ptx"]
 
