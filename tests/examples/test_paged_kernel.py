@@ -151,8 +151,8 @@ def test_prompts_can_attend_in_one_call(
         calls.append(tuple(ends))
         for begin, end in itertools.pairwise(ends):
             assert end - begin <= longest
-            some = (part[begin:end].transpose(0, 1)[None] for part in (query, keys, values))
-            seen = scaled_dot_product_attention(*some, is_causal=True, scale=scale, enable_gqa=True)
+            q, k, v = (part[begin:end].transpose(0, 1)[None] for part in (query, keys, values))
+            seen = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
             out[begin:end] = seen[0].transpose(0, 1)
         return out
 
