@@ -70,7 +70,6 @@ def test_the_demo_makes_equal_tokens_by_its_kernel(
     assert "a Triton kernel over the pages" in out
 
 
-@pytest.mark.slow
 def test_both_attentions_are_timed_in_turns(generate: Generate, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where decode steps attend by the kernel, runs and steps by torch's own attention are measured beside them."""
     pytest.importorskip("transformers", reason=NEEDS)
@@ -87,7 +86,6 @@ def test_both_attentions_are_timed_in_turns(generate: Generate, prompts: str, mo
     assert "In turns, by its kernel" in " ".join(out.split())
 
 
-@pytest.mark.slow
 def test_the_paged_loop_makes_equal_tokens_by_the_kernel(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,12 +26,14 @@ def need_triton() -> None:
         pytest.skip("triton is not installed, or not made for this system: it is for Linux")
 
 
-@pytest.mark.parametrize("chosen", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_kernel_attends_as_plain_torch_does_in_the_interpreter(chosen: str) -> None:
+def test_the_kernel_attends_as_plain_torch_does_in_the_interpreter() -> None:
     """All tests of `interpreted.py` pass, in a process in which Triton's interpreter runs all kernels."""
     need_triton()
-    words = ("-q", "-n", "0", "-p", "no:cacheprovider", "-m", chosen)
-    done = python("-m", "pytest", Path(__file__).with_name("interpreted.py"), *words, env={"TRITON_INTERPRET": "1"})
+    triton = importlib.import_module("triton")
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip(f"triton {triton.__version__}: its interpreter has no loops with the numpy of today")
+    suite = Path(__file__).with_name("interpreted.py")
+    done = python("-m", "pytest", suite, "-q", "-n", "0", "-p", "no:cacheprovider", env={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout
 
 
@@ -62,7 +64,7 @@ def test_the_kernel_compiles_for_chips_that_are_not_here(
         given = {name: numbers[name] for name in function.arg_names if name in numbers}
         kinds = floats | tables | dict.fromkeys(given, "constexpr")
         source = compiler.ASTSource(function, {name: kinds[name] for name in function.arg_names}, given)
-        made = compiler.compile(source, target=targets.GPUTarget("cuda", chip, 32))
+        made = compiler.compile(source, target=targets.GPUTarget("cuda", chip, 32), options=kernel.FUSED)
         assert made.metadata.shared <= 48 << 10
         assert "ld.local" not in made.asm["ptx"]
 
@@ -149,8 +151,8 @@ def test_prompts_can_attend_in_one_call(
         calls.append(tuple(ends))
         for begin, end in itertools.pairwise(ends):
             assert end - begin <= longest
-            some = (part[begin:end].transpose(0, 1)[None] for part in (query, keys, values))
-            seen = scaled_dot_product_attention(*some, is_causal=True, scale=scale, enable_gqa=True)
+            q, k, v = (part[begin:end].transpose(0, 1)[None] for part in (query, keys, values))
+            seen = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
             out[begin:end] = seen[0].transpose(0, 1)
         return out
 

@@ -124,7 +124,9 @@ class KernelAttention:
         """Store and attend: the launch depends on the bucket alone, and the kernel reads lengths and pages."""
         cache = self._cache
         cache.write(layer, view.out_cache_loc, rows.key, rows.value)
-        return attend_pages(rows.query, cache.keys[layer], cache.values[layer], self._page_table, self._seq_lens, scale)
+        pages = cache.keys[layer], cache.values[layer], self._page_table
+        out: torch.Tensor = attend_pages(rows.query, *pages, self._seq_lens, scale)
+        return out
 
 
 class GatheredAttention:

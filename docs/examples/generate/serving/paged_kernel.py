@@ -16,6 +16,8 @@ BLOCK_BYTES: Final = 128
 """How many tokens a program reads at once, times the bytes of an element."""
 LEAST: Final = 16
 """The fewest rows and columns that a product has on tensor cores."""
+FUSED: Final = {"enable_fp_fusion": True}
+"""Products are added in one instruction. Triton's default differs by version, and 3.9 warns of it."""
 
 
 @triton.jit
@@ -111,12 +113,15 @@ def attend_pages(
         query, keys, values, page_table, seq_lens, some, logs, scale, width,
         PAGE=page, GROUP=heads // kv_heads, HEAD=size, PART=PART, BLOCK=BLOCK_BYTES // query.element_size(),
         BLOCK_GROUP=max(LEAST, triton.next_power_of_2(heads // kv_heads)), BLOCK_HEAD=block_head, WORK=_work(query),
+        **FUSED,
     )  # fmt: skip
     if parts == 1:
         return some[:, :, 0]
     out = torch.empty_like(query)
     block_parts = triton.next_power_of_2(parts)
-    add_parts[(rows * heads,)](some, logs, out, parts, HEAD=size, BLOCK_PARTS=block_parts, BLOCK_HEAD=block_head)
+    add_parts[(rows * heads,)](
+        some, logs, out, parts, HEAD=size, BLOCK_PARTS=block_parts, BLOCK_HEAD=block_head, **FUSED
+    )
     return out
 
 
