@@ -71,7 +71,7 @@ def window_tile_counts(window_kv_lens: Tensor, split_tile_size: Tensor, out: Ten
 
 
 class WindowCache(PagedCache):
-    """A second page table, of layers that see only a sliding window, in decode.
+    """A second page table, of layers that see only a sliding window.
 
     It has a request's pages at the places where page_table has them, as vLLM's block tables of cache groups do
     (vllm-project/vllm, vllm/v1/core/single_type_kv_cache_manager.py): page j has tokens from j * PAGE_SIZE on. Those

@@ -65,8 +65,8 @@ def flashinfer_window(view: Any, cache: Tensor, page: int) -> Tensor:
         kv_indptr=view.window_kv_indptr,
         kv_indices=view.window_kv_indices,
         kv_last_page_len=view.kv_last_page_len,
+        qo_indptr=view.qo_indptr if hasattr(view, "qo_indptr") else even(view),
         queries=view.queries,
-        seq_lens=view.seq_lens,
     )
     return flashinfer(view, cache, page) + flashinfer(second, cache, page, WINDOW)
 

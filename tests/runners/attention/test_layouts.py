@@ -9,7 +9,18 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, EagerRunner, Inputs, attention, errors, standard
+from slotgraph import (
+    BATCH,
+    SEQ_LEN_FILL,
+    TOKENS,
+    DecodeRunner,
+    EagerRunner,
+    Inputs,
+    attention,
+    errors,
+    extend,
+    standard,
+)
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.engine.compiled import AS_ONE
@@ -75,6 +86,10 @@ def test_filled_slots_are_the_builders(name: str, page: int, batches: int, backe
         (standard.BreakableInputs, attention.FlashInferPrefill, attention.LinearAttention),
         (standard.DecodeInputs, standard.HostLengths, attention.FusedInferAttention),
         (standard.DecodeInputs, attention.FlashMLA, attention.FlexDecode, standard.Lora, standard.Sampling),
+        (standard.DecodeInputs, attention.FlashInferPlanned, attention.FlashInferWindow),
+        (standard.DecodeInputs, attention.TritonBalanced, standard.SlidingWindow),
+        (standard.BreakableInputs, attention.SparseIndexerPrefill, standard.LoraPrefill),
+        (standard.TargetVerifyInputs, attention.SparseIndexerSchedule, attention.FlashMLA),
     ],
 )
 def test_they_mix_with_standard_declarations(bases: tuple[type[Inputs], ...]) -> None:
@@ -82,6 +97,18 @@ def test_they_mix_with_standard_declarations(bases: tuple[type[Inputs], ...]) ->
     for order in itertools.permutations(bases):
         made: Any = types.new_class("Mixed", order, {})
         assert {*made.slotgraph.slots} == {slot for base in bases for slot in base.slotgraph.slots}
+
+
+def test_a_rank_s_lengths_beside_a_standard_declaration() -> None:
+    """A class says whose seq_lens it has; two bases that differ are refused."""
+    bases: Any = (standard.DecodeInputs, attention.ContextParallel, attention.FlashAttention)
+    with pytest.raises(errors.DeclarationErrors, match="breaks 1 rule"):
+        types.new_class("Torn", bases, {})
+
+    class Rank(*bases):  # type: ignore[misc]
+        seq_lens: torch.Tensor = extend.slot(attention.ContextParallel.slotgraph.slots["seq_lens"])
+
+    assert Rank.slotgraph.slots["seq_lens"].kind == "computed"
 
 
 def test_layouts_that_differ_do_not_mix() -> None:
@@ -105,10 +132,8 @@ def test_a_step_of_no_requests_has_empty_sets(name: str) -> None:
     if name == "LinearAttentionVerify":
         none["state_indices"] = none["state_indices"][:, None]
     view = runner(none)
-    for slot in set(BUILDERS[name](kinds.random_requests(random.Random(1), name, 4, 1, 1))) - {
-        "chunk_indices",
-        "schedule_metadata",
-    }:
+    made = BUILDERS[name](kinds.random_requests(random.Random(1), name, 4, 1, 1))
+    for slot in set(made) - {"chunk_indices", "schedule_metadata"}:
         assert getattr(view, slot).tolist() in ([], [0]), slot
 
 

@@ -11,7 +11,7 @@ import torch
 from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, attention, copied
 from slotgraph.backends import Backend
 from tests.runners.attention import builders, kinds
-from tests.runners.attention.attended import expected
+from tests.runners.attention.attended import expected, flashinfer_window
 from tests.runners.attention.builders import BUILDERS, Requests
 from tests.runners.attention.test_attention import cache_on
 from tests.runners.attention.test_layouts import EVEN, FILLED
@@ -175,3 +175,25 @@ def test_long_sequences(name: str, width: int, batches: int, backend: Backend) -
         made = builders.BUILDERS[name](kinds.padded(one, name, width, kinds.bucket_of(rows), backend))
         slot = "num_kv_splits" if name == "TritonBalanced" else "schedule_metadata"
         assert_equal(getattr(view, slot), made[slot], slot)
+
+
+@pytest.mark.parametrize("bases", [("FlashInferVerify", "FlashInferWindow"), ("FlashInferWindow", "FlashInferVerify")])
+def test_windows_of_several_tokens(bases: tuple[str, ...], backend: Backend) -> None:
+    """In a verify step a set has the tokens of all windows of a request, and the kernel each token's own."""
+    page, width = 4, 3
+    inputs: Any = types.new_class("VerifyWindow", (kinds.Tokens, *(kinds.KINDS[name] for name in bases)), {})
+    covered = builders.WINDOW + width - 1
+    sizes = kinds.sizes_of(inputs, page)
+    sizes |= {attention.WINDOW: covered, attention.WINDOW_PAGES: -(-(covered - 1) // page) + 1}
+    cache = cache_on(backend.device, page)
+    given: dict[str, Any] = {"buckets": kinds.BUCKETS, "width": width, "output_rows": TOKENS, "progress": False}
+    runner: DecodeRunner[Any] = DecodeRunner(
+        inputs, lambda view: flashinfer_window(view, cache, page), sizes=sizes, backend=backend, **given
+    )
+    runner.capture()
+    for seed, (draw, rows) in enumerate(kinds.games(29, 25)):
+        one = kinds.random_requests(draw, "FlashInferWindow", page, width, rows, width)
+        batch = kinds.batch_of(one, "FlashInferWindow", backend.device, seed)
+        whole = expected("FlashInferWindow", one, batch["queries"], cache)
+        torch.testing.assert_close(runner(batch), whole, atol=1e-5, rtol=1e-5)
+    assert not runner.stats()["eager"]

@@ -41,11 +41,6 @@ class Wrapper:
         self._plan_info = list[int]()
         self.plans = list[list[int]]()
 
-    def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Plan into this memory from now on."""
-        del float_workspace_buffer
-        self._int_workspace_buffer = int_workspace_buffer
-
     def plan(
         self,
         indptr: torch.Tensor,
@@ -80,7 +75,6 @@ class Planner:
     def __init__(self) -> None:
         """Begin without wrappers."""
         self.wrappers = dict[int, Wrapper]()
-        self.floats = torch.zeros(8)
         self.frozen = dict[int, list[int]]()
         self.most_pages = torch.zeros(max(kinds.BUCKETS) * kinds.PAGES, dtype=torch.int32)
 
@@ -88,8 +82,7 @@ class Planner:
         """Plan for so many requests, and refuse what does not fit the graph."""
         rows = len(kv_indptr) - 1
         wrapper = self.wrappers.setdefault(rows, Wrapper(rows))
-        if workspace.data_ptr() != wrapper._int_workspace_buffer.data_ptr():
-            wrapper.reset_workspace_buffer(self.floats, workspace)
+        wrapper._int_workspace_buffer = workspace
         lengths = torch.ones(rows, dtype=torch.int32)
         wrapper.plan(kv_indptr, self.most_pages, lengths, *HEADS, PAGE)
         if self.frozen.setdefault(rows, wrapper._plan_info) != wrapper._plan_info:
