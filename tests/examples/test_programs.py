@@ -124,6 +124,18 @@ def test_prompt_lookup_wins_tokens_on_a_real_model(capsys: pytest.CaptureFixture
     assert float(out.partition("acceptance")[2].split()[0]) > 2
 
 
+def test_a_request_that_ends_on_the_device_alone_is_told() -> None:
+    """The loop would wait for its tokens for ever."""
+    needs("speculating")
+
+    class EndsAtOnce(module("speculating.inputs").TreeCycleInputs):  # type: ignore[misc] # as above
+        done: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=True, then=lambda ended: ended | True)
+
+    program = module("speculating.program")
+    with pytest.raises(RuntimeError, match="request 0 has ended on the device after"):
+        program.serve(program.parse(["--requests", "2", "--buckets", "2", "--one-launch"]), cycle=EndsAtOnce)
+
+
 @pytest.mark.parametrize("argv", [[], LAUNCH], ids=["three launches", "one launch"])
 def test_end_tokens_end_texts_of_speculation(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
