@@ -124,6 +124,39 @@ def test_prompt_lookup_wins_tokens_on_a_real_model(capsys: pytest.CaptureFixture
     assert float(out.partition("acceptance")[2].split()[0]) > 2
 
 
+def test_a_request_that_ends_on_the_device_alone_is_told() -> None:
+    """The loop would wait for its tokens for ever."""
+    needs("speculating")
+
+    class EndsAtOnce(module("speculating.inputs").TreeCycleInputs):  # type: ignore[misc] # as above
+        done: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=True, then=lambda ended: ended | True)
+
+    program = module("speculating.program")
+    with pytest.raises(RuntimeError, match="request 0 has ended on the device after"):
+        program.serve(program.parse(["--requests", "2", "--buckets", "2", "--one-launch"]), cycle=EndsAtOnce)
+
+
+@pytest.mark.parametrize("argv", [[], LAUNCH], ids=["three launches", "one launch"])
+def test_end_tokens_end_texts_of_speculation(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also among tokens that one verify wins: those behind it are not handed out."""
+    needs("speculating")
+    program = module("speculating.program")
+    load, ends = program.load, frozenset(range(0, 256, 16))
+
+    def ending(*args: Any) -> Any:
+        language, draft = load(*args)
+        return attrs.evolve(language, eos=ends), draft
+
+    monkeypatch.setattr(program, "load", ending)
+    assert program.main(["--requests", "6", "--buckets", "3", *argv]) == 0
+    out = capsys.readouterr().out
+    lengths = [int(found) for found in re.findall(r" (\d+) tokens: ", out)]
+    assert len(lengths) == 6
+    assert min(lengths) < 24  # without ends each text has half of --max-new-tokens at least
+
+
 @pytest.mark.parametrize("argv", [["--chunk", "2"], ["--ahead", "0"], ["--one-launch", "--time"]], ids=" ".join)
 def test_options_of_no_use_to_speculation_are_told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Cycles of three launches have no chunks, and cycles of one have no batch to time."""
@@ -282,12 +315,13 @@ PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
 def test_rows_are_reserved_for_the_most_that_cycles_can_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cycles that the host has not read yet may have won the most; with fewer rows another request's are written."""
+    """Cycles that the host has not read yet may have won the most; with fewer rows they write where no text is kept."""
     needs("speculating")
     engine = module("speculating.launch").LaunchEngine
     reserve = engine._reserve
     monkeypatch.setattr(module("speculating.launch"), "BLOCK", 1)
-    argv = [*SHORT["speculating"], *LAUNCH, "--ahead", "3", "--topk", "1", "--draft-tokens", "5"]
+    small = ["--requests", "3", "--max-new-tokens", "16", "--buckets", "3"]
+    argv = [*small, *LAUNCH, "--topk", "1", "--draft-tokens", "5"]
     assert module("speculating.program").main(argv) == 0
 
     def few(engine: Any, requests: Any, read: int, last: int) -> Any:

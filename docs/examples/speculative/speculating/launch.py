@@ -72,9 +72,16 @@ class LaunchEngine(Engine):
         return cycle_batch(requests) | self._drafts.batch(requests)
 
     def _read(self, step: LaunchedStep) -> None:
-        """Take what a cycle has won, and say what later ones must know: who leaves, and rows that they may write."""
+        """Take what a cycle has won, and say what later ones must know: who leaves, and rows that they may write.
+
+        RuntimeError where the device has ended a request whose end the host does not see.
+        """
         self.launches += self._step is None or step.launch > self._step.launch
-        for request, tokens in step.tokens():
+        found = dict(step.tokens())
+        for request in step.keys:
+            if request in self._since and request not in found:
+                raise RuntimeError(f"request {request.number} has ended on the device after {request.generated}")
+        for request, tokens in found.items():
             won = [token for token in tokens if token >= 0]
             request.generated += won
             request.gains.append(len(won))
