@@ -123,14 +123,27 @@ def bytes_of_ragged(
     rows, columns = wanted
     first = WORD // dtype.itemsize * rows
     if not isinstance(value, Changed):
-        return b"".join(_packed_rows(ragged_of(slot, dtype, value, wanted), dtype, first, columns))
+        return b"".join(_packed_rows(slot, dtype, value, wanted, first))
     numbers, sent = value.since(kept())
     words: Any = np.full(rows, KEPT_ROW)
-    words[numbers], data = _packed_rows(ragged_of(slot, dtype, sent, (len(numbers), columns)), dtype, first, columns)
+    words[numbers], data = _packed_rows(slot, dtype, sent, (len(numbers), columns), first)
     return b"".join((words, data))
 
 
-def _packed_rows(found: Ragged, dtype: torch.dtype, first: int, columns: int) -> tuple[Any, bytes]:
+def _packed_rows(slot: Slot, dtype: torch.dtype, value: Any, wanted: Sequence[int], first: int) -> tuple[Any, Any]:
+    """Return an array of a word for each row, and the values, which begin at element `first` of the packed data."""
+    rows, columns = wanted
+    if type(value) in _LISTS and len(value) == rows:  # an object for all rows would take as long as packing them
+        with contextlib.suppress(*NOT_CARRIED):
+            data = _joined(value, dtype)
+            lengths = [*map(len, value)]
+            if data is not None and max(lengths, default=0) <= columns:
+                counts = np.array(lengths, np.int64)
+                return (counts << 32) + (counts.cumsum() - counts + first), data
+    return _packed_ragged(ragged_of(slot, dtype, value, wanted), dtype, first, columns)
+
+
+def _packed_ragged(found: Ragged, dtype: torch.dtype, first: int, columns: int) -> tuple[Any, bytes]:
     """Return an array of a word for each row, and the values, which begin at element `first` of the packed data."""
     words = found.counts << 32
     values = found.values if found.values.dtype == dtype else found.values.to(dtype)
@@ -178,8 +191,9 @@ def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
     with contextlib.suppress(*NOT_CARRIED):
         if kinds == {np.ndarray}:
             made = torch.from_numpy(np.concatenate(rows, dtype=LETTERS.get(dtype), casting="no"))
-        elif kinds <= _LISTS:
-            made = _joined(rows, dtype)
+        else:
+            joined = _joined(rows, dtype)
+            made = None if joined is None else torch.frombuffer(joined, dtype=dtype)
     if made is None or made.dim() != 1 or made.dtype != dtype:
         made = torch.cat([torch.empty(0, dtype=dtype, device="cpu"), *_row_by_row(rows, dtype)])
     ends = np.zeros(len(rows) + 1, np.int64)
@@ -187,19 +201,21 @@ def _ragged_of_lists(rows: Sequence[Any], dtype: torch.dtype) -> Ragged:
     return Ragged(made, offsets=ends)
 
 
-def _joined(rows: Sequence[Any], dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the numbers of lists, one after another, or None if one may be a bool. Raise if one does not fit."""
+def _joined(rows: Sequence[Any], dtype: torch.dtype) -> bytearray | None:
+    """Pack the numbers of lists, one after another. Return None if one may be a bool, and raise if one does not fit."""
+    if not _LISTS.issuperset(map(type, rows)):
+        raise TypeError("expected lists or tuples")
     packers = _packers(dtype)
-    packed = [packers[len(row)](*row) for row in rows]  # one list of all numbers would take longer
-    data = np.frombuffer(bytearray().join(packed), LETTERS[dtype])
-    bits = np.flatnonzero((data == 0) | (data == 1))  # a bool is one of these
-    if len(bits):
+    packed = bytearray().join([packers[len(row)](*row) for row in rows])  # one list of all numbers would take longer
+    data = np.frombuffer(packed, LETTERS.get(dtype))
+    bits = (data == 0) | (data == 1)  # a bool is one of these
+    if bits.any():
         ends = np.cumsum([*map(len, rows)])
-        suspects = {*np.searchsorted(ends, bits, "right").tolist()}
+        suspects = {*np.searchsorted(ends, np.flatnonzero(bits), "right").tolist()}
         has_bools = any(not _BOOLS.isdisjoint(map(type, rows[number])) for number in suspects)
         if has_bools or dtype == torch.bool:
             return None
-    return torch.from_numpy(data)
+    return packed
 
 
 class _Packers(dict[int, Callable[..., bytes]]):

@@ -358,7 +358,11 @@ def again_of(value: tuple[str, ...] | Callable[..., Any]) -> Compute:
 
 def changed(**values: Any) -> bytes:
     """Return the contents of slots in host memory and of fields, to compare them with those of another step."""
-    return pickle.dumps([one.numpy() if isinstance(one, torch.Tensor) else one for one in values.values()])
+    found = list[Any]()
+    for one in values.values():
+        is_tensor = isinstance(one, torch.Tensor)  # NumPy has no bfloat16, but all dtypes have bytes
+        found.append((tuple(one.shape), one.reshape(-1).view(torch.uint8).numpy()) if is_tensor else one)
+    return pickle.dumps(found)
 
 
 def parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter]:

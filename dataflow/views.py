@@ -145,7 +145,8 @@ class Viewer(Generic[T]):
         values.update(self._shown(live))
         if self._fields:
             values.update(carried(self._fields, batch))
-        values.update(self._frozen)
+        if self._frozen:  # to update from an empty proxy takes as long as making the object
+            values.update(self._frozen)
         values["_slotgraph_view"] = info
         if info.declaration.groups:
             values.update(info.declaration.grouped(values))

@@ -15,7 +15,7 @@ from ..dataflow.capabilities import AUTO, LoweringName
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
 from ..dataflow.fill.bucket import Bucket, run_all, table_for
 from ..dataflow.inputs import V
-from ..dataflow.plan import Absent, FillPlan
+from ..dataflow.plan import NONE, Absent, FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Side
 from ..dataflow.views import Viewer
@@ -333,7 +333,7 @@ class Layer(Generic[V]):
         self.reader = Reader(stage, self.table, lambda batch, side: self.live(batch, NO_SIZES, side))
         self.filler = Filler(stage, buffers, lowering, [capacity], self.table)
         self.checks_fields = bool(stage.declaration.checked_fields)
-        self.behind: tuple[Bucket | None, frozenset[str]] = None, frozenset()
+        self.behind: tuple[Bucket | None, frozenset[str]] = None, NONE
 
     @functools.cached_property
     def unpadded_filler(self) -> Filler[V]:
@@ -464,7 +464,7 @@ class BucketBuffers(Generic[V]):
         if layer.waits and filler.hosts.possible:
             filler.hosts.note()
         is_in_graph = call.absent in self._in_graph and only is None
-        behind = frozenset[str]()
+        behind = NONE
         if only is not None or skip:
             filling, behind = self._part(call, filling, only, skip)
         try:
@@ -495,11 +495,11 @@ class BucketBuffers(Generic[V]):
         last, behind = layer.behind
         is_own = last is not None and (last.padded, last.absent) == (self._padded, call.absent)
         if clean.was(whole.bucket, call.live):
-            behind = frozenset()
+            behind = NONE
         elif not (is_own and clean.was(last, call.live)):
             behind = frozenset(copied)
         if only is None:
-            left, behind = set(copied.intersection(skip) - behind), frozenset()
+            left, behind = set(copied.intersection(skip) - behind), NONE
         else:
             left, behind = set(copied.difference(only)), behind.intersection(copied).difference(only)
             for name, compute in declaration.functions.items():

@@ -21,6 +21,7 @@ KINDS: Final = 8
 """The most kinds of batches that a table keeps. The oldest is dropped first."""
 MOST_DIMS: Final = 64
 """The most dims that a torch tensor can have."""
+_LISTS: Final = (list, tuple)  # `isinstance` takes half as long with a tuple as with a union
 _SHAPE: Final = operator.attrgetter("shape")
 _IS_NESTED: Final = operator.attrgetter("is_nested")
 _UNLIKE: Final = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
@@ -75,11 +76,11 @@ def shape_of_list(value: Any) -> tuple[int, ...]:
 
     Code that converts them checks the other rows.
     """
-    shape = list[int]()
-    while isinstance(value, list | tuple) and len(shape) <= MOST_DIMS:  # a list that contains itself has no end
-        shape.append(len(value))
+    shape: tuple[int, ...] = ()
+    while isinstance(value, _LISTS) and len(shape) <= MOST_DIMS:  # a list that contains itself has no end
+        shape = (*shape, len(value))
         value = value[0] if value else None
-    return (*shape, *value.shape) if isinstance(value, np.ndarray) else tuple(shape)
+    return (*shape, *value.shape) if isinstance(value, np.ndarray) else shape
 
 
 def _reader(source: Any, rows: Rows) -> Callable[[Any], Sequence[int]]:

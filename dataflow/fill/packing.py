@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import torch
@@ -70,7 +70,6 @@ class Packing:
         "_order",
         "_owner",
         "_parts",
-        "_ragged",
         "_sized",
         "_spare",
         "_start",
@@ -105,8 +104,7 @@ class Packing:
         self._owner = owner
         self._counted = counted
         self._carried = carried
-        self._parts = [one.place for one in carried if one.place is not None]
-        self._ragged = [one.place for one in carried[:-1] if one.place is not None and one.is_ragged]
+        self._parts = chosen([one.place for one in carried if one.place is not None])
         self._spare = [0] * len(counted)  # no counts of a step before an edit
         self._head = struct.Struct(f"<{HEAD + 2 * len(counted)}q")
         self._start = rounded(head_bytes(len(lanes), len(counted)))
@@ -130,8 +128,8 @@ class Packing:
         self._order = chosen(picked)
         fill = self._start - WORD * (HEAD + 2 * len(counted) + 3 * len(lanes))
         self._addresses = struct.Struct(f"<{len(lanes)}Q{fill}x")
-        self._last: tuple[tuple[int, ...] | None, Live, bytes] = None, (), b""
-        self._sized: tuple[Live | None, bytes, Sequence[int]] = None, b"", ()
+        self._last: tuple[tuple[int, ...] | None, Any, bytes] = None, None, b""
+        self._sized: tuple[Any, bytes, Sequence[int]] = None, b"", ()
 
     def nbytes(self, live: Live) -> int:
         """Return the bytes of the packet of a call."""
@@ -139,39 +137,38 @@ class Packing:
 
     def pack(self, sources: Sources, addresses: tuple[int, ...], live: Live) -> bytes:
         """Pack the words and the host data of a call. The caller appends the values that the host computes."""
-        if self._ragged:  # the bytes of ragged rows are sizes of the call, too, if others come behind them
-            live = (*live, *[len(sources[place]) for place in self._ragged])
-        last_addresses, last_live, words = self._last
-        if addresses != last_addresses or live != last_live:
-            words = self._pack_words(addresses, live)
-        if not self._parts:
+        parts = self._parts(sources)
+        sizes = live, tuple(map(len, parts))
+        last_addresses, last_sizes, words = self._last
+        if addresses != last_addresses or sizes != last_sizes:
+            words = self._pack_words(addresses, sizes)
+        if not parts:
             return words
         pieces = [words]
-        for place in self._parts:
-            part = sources[place]
+        for part in parts:
             pieces.append(part)
             pieces.append(_PADDING[len(part) % UNIT])
         return b"".join(pieces)
 
-    def _pack_words(self, addresses: tuple[int, ...], live: Live) -> bytes:
-        """Pack the words, and keep them for a call of the same sizes and addresses."""
-        last_live, begin, carried = self._sized
-        if live != last_live:
+    def _pack_words(self, addresses: tuple[int, ...], sizes: tuple[Live, Sequence[int]]) -> bytes:
+        """Pack the words, and keep them for a call of the same addresses, live sizes, and bytes of host data."""
+        last_sizes, begin, carried = self._sized
+        if sizes != last_sizes:
+            live, nbytes = sizes
             counts = [reach(live) for reach in self._counted]
             begin = self._head.pack(self._owner, 0, 0, 0, *counts, *self._spare) + self._codes
-            carried = [self._base + start for start in self._starts(live)]
-            self._sized = live, begin, carried
+            carried = [self._base + start for start in self._starts(live, nbytes)]
+            self._sized = sizes, begin, carried
         words = begin + self._addresses.pack(*self._order((*addresses, *carried, 0)))
-        self._last = addresses, live, words  # one assignment, so that an interrupt leaves all of them new or all old
+        self._last = addresses, sizes, words  # one assignment, so that an interrupt leaves all of them new or all old
         return words
 
-    def _starts(self, live: Live) -> list[int]:
-        """Return the offset of each part in the packet. `live` ends with the bytes of ragged parts before the last."""
-        starts, ragged = list[int](), iter(live[len(live) - len(self._ragged) :])
-        start = self._start
-        for one in self._carried:
+    def _starts(self, live: Live, nbytes: Sequence[int] = ()) -> list[int]:
+        """Return the offset of each part in the packet. nbytes: The bytes of the first parts, if they are known."""
+        starts, start = list[int](), self._start
+        for size in (*nbytes, *[one.nbytes(live) for one in self._carried[len(nbytes) :]]):
             starts.append(start)
-            start += rounded(next(ragged, 0) if one.is_ragged else one.nbytes(live))
+            start += rounded(size)
         return starts
 
     def part(self, slot: str, live: Live) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,6 +76,8 @@ EQUAL: list[tuple[str, list[str], list[str]]] = [
     ),
     ("paging", [], [GENERATED]),
     ("paging", ["--buckets", "3", "--prefill-buckets", "128"], [GENERATED]),
+    ("paging", ["--ahead", "2", "--pages", "12"], [GENERATED]),
+    ("paging", ["--chunk", "3"], [GENERATED]),
     ("batching", [], [SAME_TOKENS, "\ncode lines of inputs and graphs: transformers "]),
     ("batching", ["--model", "gemma3", "--tokens", "6,64", "--keys", "1100"], [SAME_TOKENS]),
     ("images", ["--most", "3"], ["equal to the model on each image alone", "\nbucket 3 "]),

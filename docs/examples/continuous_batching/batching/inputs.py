@@ -1,8 +1,10 @@
 """What a step reads: a few lists from the scheduler, and what the device makes of them."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from slotgraph import BATCH, TOKENS, Axis, Inputs, computed, copied, staged
@@ -32,12 +34,12 @@ class Layers:
     fresh: int
     window: int = 0
 
-    def cached(self, past: int) -> int:
-        """Return how many keys of earlier steps a request attends to."""
-        return min(past, self.window - 1) if self.window else past
+    def cached(self, past: Any) -> Any:
+        """Return how many keys of earlier steps each request attends to, of an array."""
+        return np.minimum(past, self.window - 1) if self.window else past
 
     def cached_keys(self, past_lens: torch.Tensor) -> torch.Tensor:
-        """Return the same for each request, on the device."""
+        """Return the same on the device."""
         return past_lens.clamp(max=self.window - 1) if self.window else past_lens
 
     def places(self, pages: torch.Tensor, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,9 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import attrs
 import torch
@@ -78,7 +79,8 @@ class Way:
         overlaps: Whether a step is prepared while the one before runs.
         tokens: The tokens of each request in the last round.
         rates: Tokens a second of each round.
-        prepared: Milliseconds of the host for each step, from the scheduler's decision to the launch.
+        input_times: Milliseconds of the host for each step, from the scheduler's decision to the launch of its graph.
+        launch_times: Those that the launch takes, before it returns.
         manager: Serves the requests.
     """
 
@@ -87,11 +89,12 @@ class Way:
     overlaps: bool = False
     tokens: list[list[int]] = attrs.field(factory=list)
     rates: list[float] = attrs.field(factory=list)
-    prepared: list[float] = attrs.field(factory=list)
+    input_times: list[float] = attrs.field(factory=list)
+    launch_times: list[float] = attrs.field(factory=list)
     manager: Any = None
 
-    def start(self, model: Any, options: Options) -> None:
-        """Make the manager, with its cache and its graphs."""
+    def start(self, model: Any, options: Options, launched: list[float]) -> None:
+        """Make the manager, with its cache and its graphs. launched: As for `note_times`."""
         config = ContinuousBatchingConfig(
             page_size=PAGE,
             num_blocks=options.cache_tokens // PAGE,
@@ -109,7 +112,7 @@ class Way:
                 generation_config=generation, continuous_batching_config=config
             )
             self.manager.warmup()
-        note_preparation(self.manager.batch_processor, self.prepared)
+        note_times(self.manager.batch_processor, self, launched)
         self.manager.start()
 
     def serve(self, prompts: Sequence[Sequence[int]], options: Options, *, warm_up: bool = False) -> None:
@@ -121,21 +124,36 @@ class Way:
             if result is not None and result.is_finished():
                 found[result.request_id] = result.generated_tokens
             elif not self.manager.is_running():
-                raise OptionsError(f"{self.name} stopped: {self.manager.fatal_error}")
+                raise OptionsError(f"{self.name} stopped: {self.manager.background_thread_status.fatal_error}")
         took = time.perf_counter() - begin
         self.tokens = [found[name] for name in names]
         if warm_up:
-            self.prepared.clear()
+            self.input_times.clear()
+            self.launch_times.clear()
         else:
             self.rates.append(sum(map(len, self.tokens)) / took)
 
 
-def note_preparation(processor: Any, prepared: list[float]) -> None:
-    """Let a processor note what each step takes on the host."""
+@contextlib.contextmanager
+def timed_launches() -> Iterator[list[float]]:
+    """Yield a list, to which each replay of a CUDA graph adds the seconds that it takes the host."""
+    replay, took = torch.cuda.CUDAGraph.replay, list[float]()
+
+    def timed(graph: torch.cuda.CUDAGraph) -> None:
+        begin = time.perf_counter()
+        replay(graph)
+        took.append(time.perf_counter() - begin)
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "replay", timed):
+        yield took
+
+
+def note_times(processor: Any, way: Way, launched: list[float]) -> None:
+    """Let a processor note what each step takes on the host. launched: Seconds of launches since the last step."""
     ios, runner = processor.inputs_and_outputs, processor.model_runner
     spent = 0.0
 
-    def noting(owner: Any, name: str, *, launches: bool = False) -> None:
+    def noting(owner: Any, name: str, *, ends_step: bool = False) -> None:
         method = getattr(owner, name)
 
         def run(*args: Any, **options: Any) -> Any:
@@ -143,8 +161,11 @@ def note_preparation(processor: Any, prepared: list[float]) -> None:
             begin = time.perf_counter()
             found = method(*args, **options)
             spent += time.perf_counter() - begin
-            if launches:
-                prepared.append(1000 * spent)
+            if ends_step:
+                launch = sum(launched)
+                way.input_times.append(1000 * (spent - launch))
+                way.launch_times.append(1000 * launch)
+                launched.clear()
                 spent = 0.0
             return found
 
@@ -152,7 +173,7 @@ def note_preparation(processor: Any, prepared: list[float]) -> None:
 
     noting(ios, "prepare_batch_tensors")
     noting(ios, "get_model_kwargs")
-    noting(runner, "compute_batch", launches=True)
+    noting(runner, "compute_batch", ends_step=True)
 
 
 def serve(options: Options, *, declare: Callable[..., Any] = inputs_for) -> int:
@@ -163,8 +184,9 @@ def serve(options: Options, *, declare: Callable[..., Any] = inputs_for) -> int:
     if backend.device.type == "cuda":  # where transformers can prepare a step while another runs
         ways += [Way(f"{way.name}, async", way.swap, overlaps=True) for way in ways]
     with contextlib.ExitStack() as running:
+        launched = running.enter_context(timed_launches())
         for way in ways:
-            way.start(model, options)
+            way.start(model, options, launched)
             running.callback(way.manager.stop)  # or its thread, which waits for requests, keeps the process alive
             way.serve(prompts, options, warm_up=True)
         for _ in range(options.rounds):
@@ -177,14 +199,14 @@ def serve(options: Options, *, declare: Callable[..., Any] = inputs_for) -> int:
 
 def report(ways: Sequence[Way], *, on_device: bool) -> list[str]:
     """Return a line for each way. Ratios are medians over rounds, of rounds that followed one another."""
-    lines = [f"{'way':20}{'tokens/s':>9}{'of transformers':>22}{'host ms a step':>16}"[: None if on_device else 51]]
+    lines = [f"{'way':20}{'tokens/s':>9}{'of transformers':>22}{'input ms':>10}{'launch ms':>11}"]
     for way in ways:
         base = ways[2 * way.overlaps].rates
         ratios = [rate / other for rate, other in zip(way.rates, base, strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        host = f"{statistics.median(way.prepared):16.2f}" if on_device else ""
-        lines.append(f"{way.name:20}{statistics.median(way.rates):9.0f}{spread:>22}{host}")
-    return lines
+        times = f"{statistics.median(way.input_times):10.2f}{statistics.median(way.launch_times):11.2f}"
+        lines.append(f"{way.name:20}{statistics.median(way.rates):9.0f}{spread:>22}{times}")
+    return lines if on_device else [line[:51] for line in lines]
 
 
 def verdict(ways: Sequence[Way], options: Options) -> int:

@@ -17,8 +17,6 @@ from batching.inputs import BATCH, KEYS, OUTPUTS, PAGES, REQUESTS, TOKENS, Layer
 from batching.options import Options
 from slotgraph.graphs import GraphRunner
 
-NOT_CARRIED = (None, -1)
-
 
 class SlotIOs:
     """Makes a batch of the requests that transformers' scheduler chose, and reads tokens back.
@@ -70,48 +68,51 @@ class SlotIOs:
     def reset(self) -> None:
         """Forget all steps."""
         self._launched = collections.deque[tuple[Sequence[Any], torch.Tensor, Any]]()
-        self._rows: dict[str, tuple[Any, int]] = {}
+        self._rows = dict[int, int]()  # by the id of a state, which the last requests keep alive
+        self._requests: Sequence[Any] = ()
 
     def prepare_batch_tensors(self, requests_in_batch: Sequence[Any], *_: Any, **__: Any) -> None:
         """Make the batch: tokens and lengths as lists, and the pages of each request as its allocator has them."""
-        ids, carried_from, past, new, rows = [], [], [], [], {}
+        ids, carried_from, past, new = list[int](), list[int](), list[int](), list[int]()
+        tables = [(one.block_table, list[Any]()) for one in self.allocators.values()]
+        last_rows, rows = self._rows, dict[int, int]()
         for row, one in enumerate(requests_in_batch):
-            state = one.state
-            last, at = self._rows.get(state.request_id, NOT_CARRIED)
-            carried_from += [-1] * (one.query_length - 1)
-            carried_from.append(at if last is state and one.query_length == 1 else -1)
+            state, count = one.state, one.query_length
+            if count == 1:
+                carried_from.append(last_rows.get(id(state), -1))
+            else:
+                carried_from += [-1] * count
             ids += state.tokens_to_process
             past.append(state.position_offset)
-            new.append(one.query_length)
-            state.position_offset += one.query_length
+            new.append(count)
+            state.position_offset += count
             if one.has_new_token:
                 state.tokens_to_process = [TMP_TOKEN_ID]
-                rows[state.request_id] = state, row
+                rows[id(state)] = row
+            for block_table, pages in tables:
+                pages.append(block_table[state.request_id])
         self._requests, self._rows = requests_in_batch, rows
-        order, keys = np.arange(len(new), dtype=np.int32), self._keys(past, new)
-        most = max(sum(counts) for counts in keys.values())
+        past_lens, query_lens = np.array(past, np.int32), np.array(new, np.int32)
+        order = np.arange(len(new), dtype=np.int32)
         self.batch = {
             "host_ids": ids,
             "carried_from": carried_from,
-            "token_request": order.repeat(new),
-            "past_lens": past,
-            "query_lens": new,
-            "key_request": {
-                kind: np.concatenate([order.repeat(counts), np.full(most - sum(counts), -1, dtype=np.int32)])
-                for kind, counts in keys.items()
-            },
-            "pages": {
-                kind: [one.block_table[request.state.request_id] for request in requests_in_batch]
-                for kind, one in self.allocators.items()
-            },
+            "token_request": order.repeat(query_lens),
+            "past_lens": past_lens,
+            "query_lens": query_lens,
+            "key_request": self._key_requests(order, past_lens, query_lens),
+            "pages": {kind: pages for kind, (_, pages) in zip(self.allocators, tables, strict=True)},
         }
 
-    def _keys(self, past: Sequence[int], new: Sequence[int]) -> dict[str, list[int]]:
-        """Return how many keys each request attends to, by kind of layers."""
-        return {
-            kind: [layers.cached(before) + count for before, count in zip(past, new, strict=True)]
-            for kind, layers in self.layers.items()
-        }
+    def _key_requests(self, order: Any, past_lens: Any, query_lens: Any) -> dict[str, Any]:
+        """Return the request of each key, by kind of layers. Those of fewer keys have -1 behind theirs."""
+        found = {kind: order.repeat(layers.cached(past_lens) + query_lens) for kind, layers in self.layers.items()}
+        most = max(map(len, found.values()))
+        for kind, keys in found.items():
+            if len(keys) < most:
+                found[kind] = np.full(most, -1, np.int32)
+                found[kind][: len(keys)] = keys
+        return found
 
     def get_model_kwargs(self, use_padding: bool = False) -> dict[str, Any]:  # noqa: ARG002, FBT001, FBT002
         """Return the batch, which the model runner takes as it is."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from paging.engine import LLMEngine
-from paging.inputs import decode_batch, place, prefill_batch
+from paging.inputs import place, prefill_batch
 from paging.model import PagedModel
 from paging.options import Options
 from paging.request import Request, pages_for
@@ -73,6 +73,15 @@ class HandRunner:
         place(columns["page_table"], columns["positions"], buffers["out_cache_loc"][:rows])
         buffers["out_cache_loc"][rows:size] = 0
 
+    def batch(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the newest token of each request, with its place."""
+        return {
+            "input_ids": [request.generated[-1] for request in requests],
+            "positions": [len(request) - 1 for request in requests],
+            "seq_lens": [len(request) for request in requests],
+            "page_table": [request.pages for request in requests],
+        }
+
     def padded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch with page 0 behind the pages of each request."""
         tables = [pages + [0] * (self._width - len(pages)) for pages in batch["page_table"]]
@@ -87,7 +96,7 @@ class HandRunner:
         """Run one step; return the token of each request."""
         rows = len(requests)
         size = next(size for size in self._sizes if size >= rows)
-        self.fill(self.padded(decode_batch(requests)), rows, size)
+        self.fill(self.padded(self.batch(requests)), rows, size)
         if self._graphs:
             self._graphs[size].replay()
         else:
@@ -95,14 +104,13 @@ class HandRunner:
         tokens: list[int] = self._buffers["next_ids"][:rows].tolist()
         return tokens
 
-    def prefill(self, requests: Sequence[Request]) -> list[int]:
+    def prefill(self, requests: Sequence[Request]) -> torch.Tensor:
         """Run prompts without a graph; return the token after each."""
         batch = self.padded(prefill_batch(requests))
         host = {name: batch.pop(name) for name in ("new_tokens", "lengths")}
         columns = {name: self.on_device(column, torch.int64) for name, column in batch.items()}
         view: Any = SimpleNamespace(**columns, **host)
-        first: list[int] = self._model.prefill(view).tolist()
-        return first
+        return self._model.prefill(view)
 
 
 class HandEngine(LLMEngine):
@@ -114,8 +122,9 @@ class HandEngine(LLMEngine):
         """Run until no request waits or decodes."""
         scheduler, preempted = self.scheduler, list[Request]()
         while scheduler.waiting or scheduler.running:
-            if not preempted:
-                self.prefilled()
+            admitted = [] if preempted else scheduler.admit()
+            if admitted:
+                scheduler.take(zip(admitted, self.runner.prefill(admitted).tolist(), strict=True))
             _, preempted = scheduler.grow(
                 {request: pages_for(len(request)) - len(request.pages) for request in scheduler.running}
             )

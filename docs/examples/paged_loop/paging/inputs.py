@@ -52,12 +52,12 @@ class PrefillInputs(Inputs):
         return {"last_rows": [tokens - 1], "new_tokens": [tokens], "lengths": [tokens]}
 
 
-def decode_batch(requests: Sequence[Request]) -> dict[str, Any]:
-    """Return the newest token of each request, with its place."""
+def first_batch(requests: Sequence[Request], first: torch.Tensor) -> dict[str, Any]:
+    """Return the first token after each prompt, which may still lie on the device alone, with its place."""
     return {
-        "input_ids": [request.generated[-1] for request in requests],
-        "positions": [len(request) - 1 for request in requests],
-        "seq_lens": [len(request) for request in requests],
+        "input_ids": first,
+        "positions": [len(request) for request in requests],
+        "seq_lens": [len(request) + 1 for request in requests],
         "page_table": [request.pages for request in requests],
     }
 

@@ -12,7 +12,7 @@ def table() -> list[str]:
     rows = {
         "declarations": (code_lines(DecodeInputs) + code_lines(PrefillInputs), 0),
         "model runner": (code_lines(ModelRunner), code_lines(HandRunner)),
-        "the loop": (code_lines(LLMEngine.run) + code_lines(LLMEngine.decide), code_lines(HandEngine.run)),
+        "the loop": (code_lines(LLMEngine), code_lines(HandEngine)),
     }
     ours, others = (sum(column) for column in zip(*rows.values(), strict=True))
     cells = [(name, str(one), str(other or "")) for name, (one, other) in rows.items()]

@@ -28,9 +28,19 @@ class Options:
     buckets: tuple[int, ...] = (1, 2, 4, 8)
     prefill_buckets: tuple[int, ...] = (64, 256)
     by_hand: bool = False
+    ahead: int = 1
+    chunk: int = 1
     rounds: int = 3
     seed: int = 0
     attention: str = "auto"
+
+    @property
+    def tokens_ahead(self) -> int:
+        """How many tokens of a request launched steps may store beyond those that the host has read.
+
+        The host reads the first step of a launch when `ahead` more were launched, and then reserves pages for the next.
+        """
+        return (self.ahead + 2) * self.chunk - 2
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -45,6 +55,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         ("pages", count, "pages of the cache, of 16 tokens; one belongs to padded rows"),
         ("buckets", counts, "decode batch sizes to capture; the largest is how many requests may run"),
         ("prefill-buckets", counts, "token counts of prompts to capture; the largest is how many may share a step"),
+        ("ahead", count, "launches beyond the one whose tokens are read"),
+        ("chunk", count, "decode steps of one launch; the host decides once for each"),
         ("rounds", count, "runs of each way, with --by-hand"),
         ("seed", int, "seed of the random model"),
     )

@@ -71,7 +71,8 @@ class Pages:
 
         The newest token does not count: the step that stores its keys and values may not be launched yet.
         """
-        for number in range(len(request.hashes), (len(request) - 1) // PAGE):
+        full = (len(request) - 1) // PAGE
+        while (number := len(request.hashes)) < full:
             previous = request.hashes[-1] if request.hashes else b""
             request.hashes.append(hash_page(previous, request.ids[number * PAGE : (number + 1) * PAGE]))
             if request.hashes[-1] not in self._page_by_hash:

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from paging.by_hand import HandEngine, HandRunner
-from paging.engine import AHEAD, LLMEngine
+from paging.engine import LLMEngine
 from paging.lines import table
 from paging.model import PagedModel
 from paging.options import Options, parse
@@ -60,11 +60,11 @@ class Way:
     runner: Any
     engine: type[LLMEngine]
     scheduler: type[Scheduler] = Scheduler
-    ahead: int
+    runs_ahead: bool
 
 
-OURS = Way(name="slotgraph", runner=ModelRunner, engine=LLMEngine, ahead=AHEAD)
-BY_HAND = Way(name="by hand", runner=HandRunner, engine=HandEngine, ahead=0)
+OURS = Way(name="slotgraph", runner=ModelRunner, engine=LLMEngine, runs_ahead=True)
+BY_HAND = Way(name="by hand", runner=HandRunner, engine=HandEngine, runs_ahead=False)
 
 
 @attrs.define(kw_only=True)
@@ -88,7 +88,7 @@ def run(served: Served, options: Options, language: Language) -> None:
         pages=options.pages,
         most_running=options.buckets[-1],
         most_tokens=options.prefill_buckets[-1],
-        ahead=served.way.ahead,
+        ahead=options.tokens_ahead if served.way.runs_ahead else 0,
         eos=language.eos,
     )
     try:
@@ -123,7 +123,7 @@ def serve(options: Options, *, ours: Way = OURS) -> int:
 def captured(way: Way, options: Options, language: Language, backend: Backend) -> Served:
     """Return a way with a runner whose graphs are captured, over a cache of its own."""
     longest = max(map(len, make_requests(options, language)))
-    width = pages_for(longest + options.max_new_tokens + AHEAD)
+    width = pages_for(longest + options.max_new_tokens + options.tokens_ahead)
     model = PagedModel(language.model, options.pages, options.attention)
     runner = way.runner(model, options, backend, width)
     with torch.inference_mode():

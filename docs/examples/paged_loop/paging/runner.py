@@ -1,10 +1,11 @@
 """The model runner. It replaces an engine's own buffers, captures and replays."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
-from paging.inputs import DecodeInputs, PrefillInputs, decode_batch, prefill_batch
+from paging.inputs import DecodeInputs, PrefillInputs, first_batch, prefill_batch
 from paging.model import PagedModel
 from paging.options import Options
 from paging.request import PAGE, Request
@@ -17,12 +18,14 @@ class ModelRunner:
     """Runs prompts and decode steps. width: the most pages that a request may have."""
 
     def __init__(self, model: PagedModel, options: Options, backend: Backend, width: int) -> None:
+        self._ahead, self._chunk = options.ahead, options.chunk
         self._decode = DecodeRunner(
             DecodeInputs,
             model.decode,
             sizes={attention.PAGES: width, attention.PAGE_SIZE: PAGE},
             buckets=options.buckets,
             output_rows=BATCH,
+            chunks=[options.chunk] if options.chunk > 1 else [],
             backend=backend,
         )
         self._prefill = BreakableRunner(
@@ -41,16 +44,16 @@ class ModelRunner:
         self._prefill.capture()
         self._decode.capture()
 
-    def prefill(self, requests: Sequence[Request]) -> list[int]:
-        """Run prompts; return the token after each. This waits for the device."""
+    def prefill(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Run prompts; return the token after each, on the device."""
         tokens: torch.Tensor = self._prefill(prefill_batch(requests))
-        first: list[int] = tokens.tolist()
-        return first
+        return tokens
 
-    def steps(self, requests: Sequence[Request], ahead: int) -> Iterator[LaunchedStep]:
+    def steps(self, requests: Sequence[Request], first: torch.Tensor) -> Iterator[LaunchedStep]:
         """Decode step after step, launched ahead of what the host reads, until no request is left."""
-        return self._decode.steps(decode_batch(requests), keys=requests, ahead=ahead, needs=["page_table"])
+        options: Any = {"ahead": self._ahead, "chunk": self._chunk, "needs": ["page_table"]}
+        return self._decode.steps(first_batch(requests, first), keys=requests, **options)
 
-    def join(self, step: LaunchedStep, requests: Sequence[Request]) -> None:
+    def join(self, step: LaunchedStep, requests: Sequence[Request], first: torch.Tensor) -> None:
         """Say that requests join."""
-        step.join(decode_batch(requests), requests)
+        step.join(first_batch(requests, first), requests)

@@ -49,7 +49,7 @@ class Scheduler:
     def grow(self, lacking: Mapping[Request, int]) -> tuple[dict[Request, list[int]], list[Request]]:
         """Find as many pages as requests lack; return the new pages by request, and the requests preempted for them."""
         grown, preempted = defaultdict[Request, list[int]](list), list[Request]()
-        for request in list(self.running):
+        for request in [request for request in self.running if lacking[request]]:
             while request.pages and len(grown[request]) < lacking[request]:
                 if self.pages.free:
                     grown[request].append(self.pages.append(request))
