@@ -134,6 +134,7 @@ class Game:
         """Draw a declaration and a step."""
         cache = torch.zeros((1 + TABLES * WIDE) * PAGE, dtype=torch.int64, device=backend.device)
         form, ragged, random_numbers = draw.choice(["slot", "own", "several"]), draw.random() < 0.5, draw.random() < 0.3
+        rewritten = list[str]()
         chunks = tuple(sorted(draw.sample(CHUNKS, draw.randrange(1, 3))))
 
         def step(view: Any) -> Any:
@@ -141,13 +142,22 @@ class Game:
             view.table[view.own] = view.table[view.own] * 3 % MODULUS + view.ids
             seen = cache.view(-1, PAGE)[view.pages].flatten(1)
             live = torch.arange(seen.shape[1], device=seen.device) <= view.positions[:, None]
-            other = view.lens + view.rope.sum(0) + view.scale.to(torch.int64) + view.pair.real.to(torch.int64).sum(1)
+            other = (
+                view.lens
+                + view.lens.sum()
+                + view.rope.sum(0)
+                + view.scale.to(torch.int64)
+                + view.pair.real.to(torch.int64).sum(1)
+            )
             other = other + view.table[view.own] + view.starts[1:] + (0 if view.bias is None else view.bias)
             if hasattr(view, "double"):
                 other = other + view.double
             if random_numbers:
                 other = other + torch.randint(0, 50, other.shape, device=other.device)
-            view.made.copy_(((seen * live).sum(1) * 7 + other + view.seed + view.whole + view.ids) % MODULUS)
+            reduced = view.lens.sum() + view.whole.sum()
+            view.made.copy_(((seen * live).sum(1) * 7 + other + view.seed + reduced + view.ids) % MODULUS)
+            for name in rewritten:
+                getattr(view, name).add_(1)  # in padded rows, too
             return returned(view, view.made, form)
 
         runner: DecodeRunner[Any] = DecodeRunner(
@@ -163,6 +173,7 @@ class Game:
             lowering=lowering,
             backend=backend,
         )
+        rewritten += [name for name in RULES if runner.stage.declaration.slots[name].rewritten and name != "bias"]
         runner.capture()
         return cls(runner, cache, backend.device, chunks, form, ragged)
 
