@@ -25,6 +25,7 @@ from slotgraph.backends import Backend, load
 from slotgraph.errors import ConfigError, SlotGraphError, StaleOutputError
 from slotgraph.extend import Group, fills
 from slotgraph.ranks import Ranks
+from slotgraph.runners.steps import loop as loop_of_steps
 from tests.packing import backend_of
 
 END: Final = 40
@@ -76,8 +77,15 @@ def test_one_replay_runs_all_steps_of_a_chunk(backend: Backend) -> None:
     assert runner.stats()["buckets"][2]["steps"] == 5
 
 
-def test_outputs_of_a_chunk_are_kept_apart(backend: Backend) -> None:
-    """Outputs in a slot, in memory of their own and as parts: each is right until a launch uses the memory again."""
+@pytest.mark.parametrize(("most", "copies"), [(1 << 16, 6), (0, 12)])
+def test_outputs_of_a_chunk_are_kept_apart(
+    backend: Backend, most: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs in a slot, in memory of their own and as parts: each is right until a launch uses the memory again.
+
+    One copy takes those of all steps that lie in a slot to the host, if they are not large.
+    """
+    monkeypatch.setattr(loop_of_steps, "MOST_AT_ONCE", most)
 
     def step(view: Counting) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         view.made.copy_(view.ids + 1)
@@ -87,6 +95,7 @@ def test_outputs_of_a_chunk_are_kept_apart(backend: Backend) -> None:
         two(), chunk=4, ahead=1, read=lambda outputs: outputs[1] | {"a": outputs[0]}
     )
     first, *steps = [next(loop) for _ in range(5)]
+    assert len(steps[0]._loop._in_flight[1][1][1]) == copies
     for step_of in (first, *steps):
         number, outputs = step_of.number, step_of.outputs
         assert outputs["a"].tolist() == [11 + number, 21 + number]
