@@ -166,9 +166,9 @@ class Packing:
     def _starts(self, live: Live, nbytes: Sequence[int] = ()) -> list[int]:
         """Return the offset of each part in the packet. nbytes: The bytes of the first parts, if they are known."""
         starts, start = list[int](), self._start
-        for size in (*nbytes, *[one.nbytes(live) for one in self._carried[len(nbytes) :]]):
+        for number, one in enumerate(self._carried):
             starts.append(start)
-            start += rounded(size)
+            start += rounded(nbytes[number] if number < len(nbytes) else one.nbytes(live))
         return starts
 
     def part(self, slot: str, live: Live) -> tuple[torch.Tensor, torch.Tensor]:

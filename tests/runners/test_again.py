@@ -135,6 +135,22 @@ def test_fields_are_compared_by_value() -> None:
     assert runner.stats()["again"] == {"twice": {"ran": 2, "kept": 1}}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int32])
+def test_slots_of_any_dtype_are_compared(dtype: torch.dtype) -> None:
+    """Also of those that NumPy does not have; each number and each size counts."""
+
+    class Scaled(Inputs):
+        scales: torch.Tensor = copied(BATCH, dtype=dtype, pad=0, placement="host")
+        most: torch.Tensor = computed(
+            lambda scales: scales.float().max().view(1), shape=1, dtype=torch.float32, again=("scales",)
+        )
+
+    runner = EagerRunner(Scaled, lambda view: view.most.clone(), backend="cpu")
+    for scales, most in (([0, 1], 1), ([0, 1], 1), ([0, 0], 0), ([0], 0)):
+        assert runner({"scales": torch.tensor(scales, dtype=torch.float32).to(dtype)}).item() == most
+    assert runner.stats()["again"] == {"most": {"ran": 3, "kept": 1}}
+
+
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach", "direct"])
 def test_a_result_that_graphs_have_no_room_for_is_refused_by_name(lowering: str) -> None:
     """The slot keeps the plan that it has, and the next batch of it runs; so if the function raises."""
