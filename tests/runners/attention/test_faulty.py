@@ -30,7 +30,15 @@ def one_late(lens: torch.Tensor) -> torch.Tensor:
     return HELD["offsets"] if last is None or last.shape != HELD["offsets"].shape else last
 
 
-class Late(kinds.Tokens, attention.FlashInferDecode):
+class Lists(kinds.Tokens, attention.PagedCache):
+    """What FlashInfer's decode reads, by a function for each slot."""
+
+    kv_indptr: torch.Tensor = computed(layouts.page_offsets, shape=BATCH + 1, dtype=torch.int32)
+    kv_indices: torch.Tensor = computed(layouts.packed_pages, shape=BATCH * attention.PAGES, dtype=torch.int32)
+    kv_last_page_len: torch.Tensor = computed(layouts.last_page_lengths, shape=BATCH, dtype=torch.int32)
+
+
+class Late(Lists):
     """Offsets that the host has made of last step's lengths."""
 
     lens: torch.Tensor = copied(
@@ -39,7 +47,7 @@ class Late(kinds.Tokens, attention.FlashInferDecode):
     kv_indptr: torch.Tensor = computed(one_late, shape=BATCH + 1, dtype=torch.int32)
 
 
-class Planned(kinds.Tokens, attention.FlashInferDecode):
+class Planned(Lists):
     """Offsets that the host makes, only if the number of requests is another one."""
 
     lens: torch.Tensor = copied(
@@ -56,7 +64,7 @@ def pages_alone(page_table: torch.Tensor, kv_indptr: torch.Tensor, out: torch.Te
     out.copy_(torch.where(in_use, page_table[requests, pages], out))
 
 
-class WithoutTail(kinds.Tokens, attention.FlashInferDecode):
+class WithoutTail(Lists):
     """A list whose last part is whatever lay there."""
 
     kv_indices: torch.Tensor = computed(pages_alone, shape=BATCH * attention.PAGES, dtype=torch.int32)
