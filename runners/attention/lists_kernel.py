@@ -6,6 +6,7 @@ for another. `layouts` has the same as plain functions, with which a capture com
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - see above; the kernel has an argument for each list
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
 from collections.abc import Mapping
 from typing import Final

@@ -74,7 +74,7 @@ DTYPES: Final = {"scale": (torch.float32, torch.bfloat16), "pair": (torch.int64,
 EDITED: Final = ("ids", "lens", "rope", "scale", "pair", "seed", "positions", "done", "whole", "bias", "weight")
 
 
-def declared(draw: random.Random, *, ragged: bool) -> type[Inputs]:
+def declared(draw: random.Random, *, ragged: bool) -> Any:
     """A declaration with further slots of random rules, tails and dtypes."""
     slots = dict[str, Any]()
     for name, (shape, rules) in RULES.items():

@@ -159,11 +159,13 @@ def test_a_step_of_ones_own_drafts_the_same_trees(backend: Backend) -> None:
     topk, steps = 2, 3
     toy = Toy(topk, steps, backend.device)
     sizes = {standard.TOPK: topk, standard.STEPS: steps, standard.HIDDEN: WIDE}
+    given: Any = {**OPTIONS, "sizes": sizes}
+    step: Any = lambda view: draft_tree(toy, topk, steps, view)
     runner = ready(
         DecodeRunner(
             ToyInputs,
-            lambda view: draft_tree(toy, topk, steps, view),
-            **{**OPTIONS, "sizes": sizes},
+            step,
+            **given,
             width=topk,
             output_rows=BATCH,
             backend=backend,

@@ -22,7 +22,8 @@ KINDS: Final[dict[str, type[Inputs]]] = {
 """Every class that the module exports."""
 BUCKETS: Final = [1, 3, 8]
 PAGES: Final = 5
-WIDTHS: Final = dict.fromkeys(("FlexDecode", "FlashInferWindow", "TritonWindow", "WindowCache"), (1,))
+ONE_TOKEN: Final = ("FlexDecode", "FlashInferWindow", "TritonWindow", "WindowCache")
+WIDTHS: Final[dict[str, tuple[int, ...]]] = dict.fromkeys(ONE_TOKEN, (1,))
 """The tokens that a request may have, of declarations that do not take any number."""
 
 

@@ -34,12 +34,10 @@ class Steps:
     world: World = ALONE
     sampler: Sampler = GREEDY
     logits: bool = True
-    attention: str = attrs.field()
+    attention: str = attrs.field(
+        default=attrs.Factory(lambda self: best_attention("auto", self.model.device), takes_self=True)
+    )
     counts: torch.Tensor = attrs.field(init=False)
-
-    @attention.default
-    def _best(self) -> str:
-        return best_attention("auto", self.model.device)
 
     @counts.default
     def _zeros(self) -> torch.Tensor:
