@@ -1,7 +1,7 @@
 """Layouts of attention kernels: axes, and functions that make each slot from lengths and a page table."""
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, int32
@@ -39,11 +39,6 @@ def located(starts: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return of each place the last item that begins there or before, and how far behind its beginning the place is."""
     items = torch.searchsorted(starts, places, right=True) - 1
     return items, places - starts[items]
-
-
-def length_offsets(seq_lens: Tensor) -> Tensor:
-    """Return the offsets of each request's tokens in the cache."""
-    return offsets(seq_lens)
 
 
 def query_offsets(extend_seq_lens: Tensor) -> Tensor:
@@ -87,33 +82,10 @@ def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     return (((seq_lens - 1) % page_size + 1) * (seq_lens > 0)).to(int32)
 
 
-def lengths_in_int32(seq_lens: Tensor) -> Tensor:
-    """Return the lengths in the dtype that kernels take."""
-    return seq_lens.to(int32)
-
-
 def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
     """Write into how many parts of one size each token's keys are split. Every request has as many tokens."""
     counts = divided_up(seq_lens, split_tile_size)
     out.copy_(counts.repeat_interleave(out.shape[0] // (len(counts) or 1)))
-
-
-def full_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
-    """Return how many pages of each request are full, as flex attention shapes it."""
-    return (seq_lens // page_size).to(int32)[:, None, None]
-
-
-def part_page_counts(seq_lens: Tensor, page_size: Tensor) -> Tensor:
-    """Return 1 for each request whose last page is not full, else 0, as flex attention shapes it."""
-    return (seq_lens % page_size > 0).to(int32)[:, None, None]
-
-
-def part_page_indices(page_table: Tensor, full_kv_num_blocks: Tensor, kv_num_blocks: Tensor) -> Tensor:
-    """Return each request's pages with the one that is not full, if there is one, in front of all others."""
-    columns = torch.arange(page_table.shape[1], device=page_table.device)
-    front = (full_kv_num_blocks * kv_num_blocks)[:, 0]
-    order = torch.where(columns == 0, front, columns - (columns <= front).long())
-    return page_table.gather(1, order)[:, None, None]
 
 
 _OVERHEAD: Final = 5
@@ -199,16 +171,20 @@ def lengths_by_token(seq_lens: Tensor, out: Tensor) -> None:
     out.copy_((seq_lens[:, None] + torch.arange(1 - width, 1, device=out.device)).clamp(min=0).flatten())
 
 
-def _by_kernel(seq_lens: Tensor, slots: Mapping[str, Tensor | None], **given: Any) -> None:
-    """Write lists by one kernel. slots: What it writes, by its own names of them."""
+def _by_kernel(seq_lens: Tensor, lists: Mapping[str, Tensor | None], **given: Tensor | None) -> None:
+    """Write lists by one kernel. lists: What it writes, by its own names of them."""
     from .lists_kernel import launch  # noqa: PLC0415 - it needs triton, which is there with a CUDA device
 
-    launch(seq_lens, slots, **given)
+    launch(seq_lens, lists, **given)
 
 
 def _flash_attention_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, extend_seq_lens: Tensor) -> None:
-    slots = {"lengths": out.get("cache_seqlens"), "query_offsets": out.get("cu_seqlens_q")}
-    _by_kernel(seq_lens, {**slots, "token_offsets": out.get("cu_seqlens_k")}, queries=extend_seq_lens)
+    lists = {
+        "lengths": out["cache_seqlens"],
+        "query_offsets": out["cu_seqlens_q"],
+        "token_offsets": out["cu_seqlens_k"],
+    }
+    _by_kernel(seq_lens, lists, queries=extend_seq_lens)
 
 
 @fills("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", kernel=_flash_attention_kernel)
@@ -218,25 +194,15 @@ def flash_attention_lists(seq_lens: Tensor, extend_seq_lens: Tensor) -> tuple[Te
 
 
 def _flashinfer_kernel(
-    out: Mapping[str, Tensor],
-    seq_lens: Tensor,
-    page_table: Tensor,
-    page_size: Tensor,
-    extend_seq_lens: Tensor | None = None,
+    out: Mapping[str, Tensor], seq_lens: Tensor, extend_seq_lens: Tensor | None = None, **pages: Tensor
 ) -> None:
-    slots = {
-        "page_offsets": out.get("kv_indptr"),
-        "pages": out.get("kv_indices"),
+    lists = {
+        "page_offsets": out["kv_indptr"],
+        "pages": out["kv_indices"],
+        "last_lengths": out["kv_last_page_len"],
         "query_offsets": out.get("qo_indptr"),
     }
-    _by_kernel(
-        seq_lens,
-        {**slots, "last_lengths": out.get("kv_last_page_len")},
-        queries=extend_seq_lens,
-        page_table=page_table,
-        page_size=page_size,
-        items=page_table.shape[1],
-    )
+    _by_kernel(seq_lens, lists, queries=extend_seq_lens, **pages)
 
 
 @fills("kv_indptr", "kv_indices", "kv_last_page_len", kernel=_flashinfer_kernel)
@@ -254,16 +220,9 @@ def flashinfer_query_lists(
     return offsets(extend_seq_lens), *flashinfer_lists(seq_lens, page_table, page_size)
 
 
-def _tokens_kernel(
-    out: Mapping[str, Tensor],
-    seq_lens: Tensor,
-    page_table: Tensor,
-    page_size: Tensor,
-    split_tile_size: Tensor | None = None,
-) -> None:
-    slots = {"token_offsets": out.get("kv_indptr"), "tokens": out["kv_indices"], "tiles": out.get("num_kv_splits")}
-    given = {"page_size": page_size, "tile_size": split_tile_size}
-    _by_kernel(seq_lens, slots, page_table=page_table, items=out["kv_indices"].shape[0] // len(seq_lens), **given)
+def _tokens_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **given: Tensor) -> None:
+    lists = {"token_offsets": out["kv_indptr"], "tokens": out["kv_indices"], "tiles": out.get("num_kv_splits")}
+    _by_kernel(seq_lens, lists, **given)
 
 
 @fills("kv_indptr", "kv_indices", kernel=_tokens_kernel)
@@ -283,14 +242,20 @@ def split_token_lists(
     tile_counts(seq_lens, split_tile_size, out["num_kv_splits"])
 
 
-def _flex_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, page_table: Tensor, page_size: Tensor) -> None:
-    slots = {"full_counts": out["full_kv_num_blocks"], "part_counts": out["kv_num_blocks"]}
-    given = {"page_table": page_table, "page_size": page_size, "items": page_table.shape[1]}
-    _by_kernel(seq_lens, {**slots, "part_first": out["kv_indices"]}, **given)
+def _flex_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **pages: Tensor) -> None:
+    lists = {
+        "full_counts": out["full_kv_num_blocks"],
+        "part_counts": out["kv_num_blocks"],
+        "part_first": out["kv_indices"],
+    }
+    _by_kernel(seq_lens, lists, **pages)
 
 
 @fills("full_kv_num_blocks", "kv_num_blocks", "kv_indices", kernel=_flex_kernel)
 def flex_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor) -> tuple[Tensor, ...]:
-    """Return how many pages are full, whether the last one is not, and the pages with that one in front."""
-    full, part = full_page_counts(seq_lens, page_size), part_page_counts(seq_lens, page_size)
-    return full, part, part_page_indices(page_table, full, part)
+    """Return how many pages are full, whether the last one is not, and the pages with that one before all others."""
+    full, part = (seq_lens // page_size).to(int32), (seq_lens % page_size > 0).to(int32)
+    front = (full * part)[:, None]
+    columns = torch.arange(page_table.shape[1], device=page_table.device)
+    order = torch.where(columns == 0, front, columns - (columns <= front).long())
+    return full[:, None, None], part[:, None, None], page_table.gather(1, order)[:, None, None]

@@ -127,8 +127,7 @@ def launch(
     queries: Tensor | None = None,
     page_table: Tensor | None = None,
     page_size: Tensor | None = None,
-    tile_size: Tensor | None = None,
-    items: int = 1,
+    split_tile_size: Tensor | None = None,
 ) -> None:
     """Launch the kernel.
 
@@ -138,14 +137,15 @@ def launch(
         queries: Query tokens of each request, for their offsets.
         page_table: Pages of each request, for lists of them.
         page_size: Tokens in a page.
-        tile_size: Keys in a part of a request's list.
-        items: Items that a request has at most in its longest list.
+        split_tile_size: Keys in a part of a request's list.
     """
-    rows, tiles = seq_lens.shape[0], lists.get("tiles")
-    width = 0 if tiles is None else tiles.shape[0] // rows
-    stride = (0, 0) if page_table is None else page_table.stride()
+    rows = seq_lens.shape[0]
+    strides = (0, 0) if page_table is None else page_table.stride()
     columns = 0 if page_table is None else page_table.shape[1]
+    tokens, tiles = lists.get("tokens"), lists.get("tiles")
+    items = max(1, columns) if tokens is None else tokens.shape[0] // rows
+    width = 0 if tiles is None else tiles.shape[0] // rows
     write_lists[rows, triton.cdiv(items, 2 * BLOCK)](
-        seq_lens, queries, page_table if page_table is not None else seq_lens, *stride, page_size, tile_size, rows,
+        seq_lens, queries, seq_lens if page_table is None else page_table, *strides, page_size, split_tile_size, rows,
         columns, width, *map(lists.get, LISTS), ROWS=max(64, triton.next_power_of_2(rows)), BLOCK=BLOCK,
     )  # fmt: skip
