@@ -361,7 +361,7 @@ def changed(**values: Any) -> bytes:
     found = list[Any]()
     for one in values.values():
         is_tensor = isinstance(one, torch.Tensor)  # NumPy has no bfloat16, but all dtypes have bytes
-        found.append((tuple(one.shape), one.reshape(-1).view(torch.uint8).numpy()) if is_tensor else one)
+        found.append((tuple(one.shape), one.flatten().contiguous().view(torch.uint8).numpy()) if is_tensor else one)
     return pickle.dumps(found)
 
 

@@ -248,7 +248,7 @@ class LoraPrefill(Lora):
     seg_lens: the batch's `extend_seq_lens`; 0 in padded rows, so that no adapter is applied to padded tokens.
     """
 
-    seg_lens: Tensor = copied(BATCH, dtype=int32, pad=0, converts=(int64,), source="extend_seq_lens")
+    seg_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,), source="extend_seq_lens")
 
 
 class DraftExtendInputs(Requests):

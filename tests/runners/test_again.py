@@ -349,3 +349,15 @@ def test_a_value_on_the_device_is_uploaded_without_a_wait(
         for length in (3, 3, 4):
             assert runner(batch_of([length])).tolist() == [length * place for place in range(0, 10, 2)]
         assert len(moved) == 2 * (bucket._packs and not LOWERINGS[lowering].is_reference and not is_copied)
+
+
+def test_slots_of_rows_with_gaps_between_are_compared() -> None:
+    """A bucket has the front of each row of a slot whose first size is fixed."""
+
+    class Rows(Inputs):
+        rows: torch.Tensor = copied(2, BATCH, dtype=torch.float64, pad=0, placement="host")
+        most: torch.Tensor = computed(lambda rows: rows.max().view(1), shape=1, dtype=torch.float64, again=("rows",))
+
+    runner: Any = decoder(Rows, lambda view: view.most.clone(), backend="cpu-capture", buckets=[1, 4], output_rows=None)
+    for rows, most in (([[1.0], [2.0]], 2), ([[1.0], [3.0]], 3), ([[1.0] * 3, [2.0] * 3], 2)):
+        assert runner({"rows": torch.tensor(rows, dtype=torch.float64)}).item() == most
