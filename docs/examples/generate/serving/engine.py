@@ -69,9 +69,8 @@ class Engine:
         self._crew = crew = Crew() if crew is None else crew
         self._options, self._prepare, self._eos = options, prepare, language.eos
         self._device, self._rows = language.model.device, options.max_batch
-        self.work = Work()
         self.running: list[Request] = []
-        self._waiting = sorted(requests, key=lambda request: request.arrival)
+        self.take(requests)
 
         needs = sorted((self._pages(request)[1] for request in requests), reverse=True)
         pages, self.width = 1 + sum(needs[: options.max_batch]), needs[0]
@@ -104,6 +103,11 @@ class Engine:
         report = self.decode.capture()
         self.steps.counts.zero_()  # warm-ups were counted, too
         return report
+
+    def take(self, requests: Sequence[Request]) -> None:
+        """Serve these requests next. All earlier ones are done, and no longer than these."""
+        self.work = Work()
+        self._waiting = sorted(requests, key=lambda request: request.arrival)
 
     def run(self) -> Iterator[Work]:
         """Step until all requests are done, here and in the rest of the crew; hands out the work so far each time."""

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from serving.ahead import AheadEngine
 from serving.attention import SDPA, paged
-from serving.by_hand import forget, fresh, run_all, time_fills
+from serving.by_hand import forget, fresh, time_fills
 from serving.comparison import Judge
 from serving.engine import Engine, Prepare, unchanged
 from serving.inputs import DecodeInputs, PrefillInputs
@@ -132,7 +132,7 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         if report["attention"] != SDPA and report["fills"] and not options.compile:
             report["attentions"] = _in_turns(kind, whole, requests, options, **seams)
         if report["pairs"] and report["fills"] and not options.compile:  # compiling once more takes too long
-            report["pairs"].append(_once_more(kind, whole, requests, options, **seams))
+            report["pairs"].append(_once_more(engine, whole, requests, options))
         if world.way in {"", "tp"}:  # a step can be timed by itself where each rank runs all that it is
             _time_steps(report, engine, options, requests, world)
     return report
@@ -169,23 +169,22 @@ def _compare_by_hand(
 
 
 def _once_more(
-    kind: type[Engine], language: Language, requests: Sequence[Request], options: Options, **seams: Any
+    engine: Engine, language: Language, requests: Sequence[Request], options: Options
 ) -> tuple[float, float | None]:
     """Tokens a second of another run, and of another one of transformers' continuous batching."""
-    speed = _again(kind, language, requests, options, **seams)
+    speed = _again(engine, language, requests)
     other, _ = continuous_batching(language, requests, options, 1)
     return speed, other
 
 
-def _again(
-    kind: type[Engine], language: Language, requests: Sequence[Request], options: Options, **seams: Any
-) -> float:
-    """Tokens a second of another run."""
+def _again(engine: Engine, language: Language, requests: Sequence[Request]) -> float:
+    """Tokens a second of another run of an engine that is captured."""
     again = fresh(requests)
-    engine = kind(language, again, options, **seams)
-    with _bar(ALONE) as progress:
+    engine.take(again)
+    with _bar(ALONE) as progress, paged(language.model):
         progress.add_task("serving, once more", total=None)
-        run_all(engine, language)
+        for _ in engine.run():
+            pass
     return sum(len(request.generated) for request in again) / engine.work.seconds
 
 
@@ -193,11 +192,16 @@ def _in_turns(
     kind: type[Engine], language: Language, requests: Sequence[Request], options: Options, **seams: Any
 ) -> dict[str, list[float]]:
     """Tokens a second of runs that take turns, by the attention of their decode steps: sdpa's, and the kernel's."""
-    speeds: dict[str, list[float]] = {SDPA: [], "auto": []}
+    engines = dict[str, Engine]()
+    for attention in (SDPA, "auto"):
+        chosen = attrs.evolve(options, attention=attention, verify=False)
+        engines[attention] = kind(language, fresh(requests), chosen, **seams)
+        with paged(language.model):
+            engines[attention].capture()
+    speeds: dict[str, list[float]] = {attention: [] for attention in engines}
     for _ in range(TURNS):
-        for attention, found in speeds.items():
-            chosen = attrs.evolve(options, attention=attention, verify=False)
-            found.append(_again(kind, language, requests, chosen, **seams))
+        for attention, engine in engines.items():
+            speeds[attention].append(_again(engine, language, requests))
     return speeds
 
 
