@@ -405,11 +405,11 @@ def _seen_alone(trial: Trial, one: Sample) -> Leaves | Exception:
         trial.fill(one)  # computed slots may need the sizes of all ranks, which a fill exchanges
     with trial.state.kept(), trial.slots_kept():
         live = runner.size(one.batch, one.side)
-        route, view = runner.eager.fill(one.batch, live, one.side)
-        trial.produce(view)
         try:
+            route, view = runner.eager.fill(one.batch, live, one.side)
+            trial.produce(view)
             return seen(view, route.run(view, live))
-        except Exception as error:  # noqa: BLE001 - an error of a step at other sizes is a result
+        except Exception as error:  # noqa: BLE001 - an error of a step or function at other sizes is a result
             return error
 
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH
+from slotgraph import BATCH, computed
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners.check.trial import USUAL, Finding, info_of, mismatches, seen
 from tests.runners.check.test_addresses import broken_runner, runner_of
 from tests.runners.check.test_planted import found_by
-from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -79,6 +79,19 @@ def test_step_that_raises() -> None:
     del allowed[8]
     (found,) = findings(runner, BATCHES[3:], state=[])
     assert found.message == "the step raised KeyError: 8 where its graph is replayed"
+
+
+def test_function_that_raises_without_padding() -> None:
+    """A function on the device that only bears sizes of buckets is told by its slot."""
+
+    class Paired(PlainInputs):
+        swapped: torch.Tensor = computed(
+            lambda weights: weights.view(-1, 2).flip(1).flatten(), shape=BATCH, dtype=torch.float32
+        )
+
+    runner = decoder(Paired, lambda view: plain_step(view) + view.swapped[:, None], backend=CAPTURES, buckets=[4, 8])
+    (found,) = findings(runner)
+    assert "the step raised on the batch without padding: ComputeError: slot 'swapped': its function " in found.message
 
 
 def test_how_exact() -> None:
