@@ -221,7 +221,7 @@ class Computation:
         with outside_inference():
             slots = {need: (value, value.data) for need, value in given.items() if isinstance(value, torch.Tensor)}
             if compute.writes_out:
-                outs = {name: known[name].data for name in compute.fills if known[name] is not None}
+                outs = {name: known[name].data for name in compute.fills if known.get(name) is not None}
                 given[OUT] = compute.arguments(outs) or target.data
         given |= {need: alias for need, (_, alias) in slots.items()}
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # those with a counter

@@ -2,7 +2,7 @@
 
 import functools
 import graphlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -257,12 +257,19 @@ class Declaration:
 
 
 def declare(
-    name: str, slots: Mapping[str, Slot], fields: Mapping[str, Field], found: Sequence[DeclarationError] = ()
+    name: str,
+    slots: Mapping[str, Slot],
+    fields: Mapping[str, Field],
+    found: Sequence[DeclarationError] = (),
+    dropped: Collection[str] = (),
 ) -> Declaration:
-    """Check slots and make a declaration. Raise DeclarationErrors with the faults in `found` and all others."""
+    """Check slots and make a declaration. Raise DeclarationErrors with the faults in `found` and all others.
+
+    dropped: Slots of bases that it leaves out.
+    """
     made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
     faults, seen = [*found], dict[str, Axis]()
-    faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(made)]
+    faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(made, dropped)]
     for axis in made.axes:
         if seen.setdefault(axis.name, axis) != axis:
             faults.append(DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them"))
@@ -293,7 +300,7 @@ def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
     return DeclarationErrors(f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}", faults)
 
 
-def _faults(made: Declaration) -> Faults:
+def _faults(made: Declaration, dropped: Collection[str]) -> Faults:
     """Yield the faults of each slot: its own, those of what it needs, and those of its operator argument."""
     first: dict[str, str] = {}
     for name, slot in made.slots.items():
@@ -305,7 +312,7 @@ def _faults(made: Declaration) -> Faults:
         yield from ((name, fault) for need in slot.needs for fault in _need_faults(need, name, made))
         yield from ((name, fault) for fault in _rule_faults(name, slot, made))
         if compute is not None:
-            yield from ((name, fault) for fault in _function_faults(name, slot, compute, made))
+            yield from ((name, fault) for fault in _function_faults(name, slot, compute, made, dropped))
         for need in slot.ragged.needs if isinstance(slot.ragged, Compute) else ():
             if need != SETTINGS and need not in made.slots:
                 yield name, f"its ragged= needs {need!r}: name a slot, or `settings`{did_you_mean(need, made.slots)}"
@@ -318,13 +325,15 @@ def _faults(made: Declaration) -> Faults:
             yield name, f"argument {argument!r} takes the value of slot {first[argument]!r}: name another, or drop one"
 
 
-def _function_faults(name: str, slot: Slot, compute: Compute, made: Declaration) -> Iterator[str]:
+def _function_faults(
+    name: str, slot: Slot, compute: Compute, made: Declaration, dropped: Collection[str]
+) -> Iterator[str]:
     """Yield why a function cannot fill a slot."""
     if slot.reads(name) is not None:
         yield "it is copied from the batch and computed, and would hold one or the other: make it two slots"
     if compute.fills:
         alike = {other for other, its in made.slots.items() if its.computes() == compute}
-        if wrong := alike.symmetric_difference(compute.fills):
+        if wrong := alike.symmetric_difference(compute.fills).difference(dropped):
             each = f"compute each of them by it, and no other slot, see {', '.join(sorted(wrong))}"
             yield f"one call of {compute.name} fills {', '.join(compute.fills)}: {each}"
 

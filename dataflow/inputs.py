@@ -111,7 +111,9 @@ class Inputs(metaclass=_Declaring):
         for name, fault in faults:
             what = "field" if name in plain else "slot"
             found.append(DeclarationError(f"{cls.__name__}.{name}: {what} {name!r}: {fault}"))
-        cls.slotgraph = declare(cls.__name__, named_slots(slots), fields, found)
+        kept, known = named_slots(slots), (getattr(base, "slotgraph", None) for base in cls.__mro__[1:])
+        dropped = {name for base in known if base is not None for name in base.slots} - kept.keys()
+        cls.slotgraph = declare(cls.__name__, kept, fields, found, dropped)
 
     def narrow(self, axis: Axis, start: int, stop: int, *, tokens: tuple[int, int] | None = None) -> Self:
         """Return the micro-batch of rows `start` to `stop` on `axis`, as if the sliced batch had filled a view.

@@ -303,7 +303,7 @@ def fills(*slots: str, kernel: Callable[..., object] | None = None) -> Callable[
     """Let one function fill several computed slots by one call in each step.
 
     The function returns a tuple with one value for each slot, in this order. If it takes `out`, that is a dict of the
-    slots' buffers by name, without slots that the settings switch off, and it fills these. Declare each slot by
+    slots' buffers by name, without slots that are dropped or switched off, and it fills these. Declare each slot by
     `computed(function, ...)`.
 
     Args:

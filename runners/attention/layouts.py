@@ -180,9 +180,9 @@ def _by_kernel(seq_lens: Tensor, lists: Mapping[str, Tensor | None], **given: Te
 
 def _flash_attention_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, extend_seq_lens: Tensor) -> None:
     lists = {
-        "lengths": out["cache_seqlens"],
-        "query_offsets": out["cu_seqlens_q"],
-        "token_offsets": out["cu_seqlens_k"],
+        "lengths": out.get("cache_seqlens"),
+        "query_offsets": out.get("cu_seqlens_q"),
+        "token_offsets": out.get("cu_seqlens_k"),
     }
     _by_kernel(seq_lens, lists, queries=extend_seq_lens)
 
@@ -198,8 +198,8 @@ def _flashinfer_kernel(
 ) -> None:
     lists = {
         "page_offsets": out["kv_indptr"],
-        "pages": out["kv_indices"],
-        "last_lengths": out["kv_last_page_len"],
+        "pages": out.get("kv_indices"),
+        "last_lengths": out.get("kv_last_page_len"),
         "query_offsets": out.get("qo_indptr"),
     }
     _by_kernel(seq_lens, lists, queries=extend_seq_lens, **pages)
@@ -221,7 +221,7 @@ def flashinfer_query_lists(
 
 
 def _tokens_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **given: Tensor) -> None:
-    lists = {"token_offsets": out["kv_indptr"], "tokens": out["kv_indices"], "tiles": out.get("num_kv_splits")}
+    lists = {"token_offsets": out["kv_indptr"], "tokens": out.get("kv_indices"), "tiles": out.get("num_kv_splits")}
     _by_kernel(seq_lens, lists, **given)
 
 
@@ -229,8 +229,10 @@ def _tokens_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **given: Tensor)
 def token_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor, out: Mapping[str, Tensor]) -> None:
     """Write the offsets of tokens, and their places in the cache."""
     kv_indptr = offsets(seq_lens)
-    out["kv_indptr"].copy_(kv_indptr)
-    packed_tokens(page_table, kv_indptr, page_size, out["kv_indices"])
+    if "kv_indptr" in out:
+        out["kv_indptr"].copy_(kv_indptr)
+    if "kv_indices" in out:
+        packed_tokens(page_table, kv_indptr, page_size, out["kv_indices"])
 
 
 @fills("kv_indptr", "kv_indices", "num_kv_splits", kernel=_tokens_kernel)
@@ -239,7 +241,8 @@ def split_token_lists(
 ) -> None:
     """Write what `token_lists` writes, and how many parts each token's keys have."""
     token_lists(seq_lens, page_table, page_size, out)
-    tile_counts(seq_lens, split_tile_size, out["num_kv_splits"])
+    if "num_kv_splits" in out:
+        tile_counts(seq_lens, split_tile_size, out["num_kv_splits"])
 
 
 def _flex_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **pages: Tensor) -> None:

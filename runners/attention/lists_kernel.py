@@ -4,7 +4,7 @@ A program has one request, and a part of its lists. It adds up the lengths of al
 for another. `layouts` has the same as plain functions, with which a capture compares it.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
-# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0913, PLR0917 - see above; the kernel has an argument for each list
+# ruff: noqa: ANN001, ANN201, ANN202, C901, N803, PLR0913, PLR0917 - see above; the kernel has an argument for each list
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 
@@ -110,8 +110,10 @@ def write_lists(
     if page_offsets is not None:
         size = tl.load(page_size)
         start, total = _write_offset(page_offsets, _divided_up(all_lengths, size), every, row)
-        _write_pages(pages, source, stride, columns, row, _divided_up(length, size), start, total, BLOCK)
-        tl.store(last_lengths + row, tl.where(length > 0, (length - 1) % size + 1, 0))
+        if pages is not None:
+            _write_pages(pages, source, stride, columns, row, _divided_up(length, size), start, total, BLOCK)
+        if last_lengths is not None:
+            tl.store(last_lengths + row, tl.where(length > 0, (length - 1) % size + 1, 0))
     if part_first is not None:
         size = tl.load(page_size)
         is_part = (length % size > 0).to(tl.int32)
