@@ -48,22 +48,28 @@ def _write_offset(target, counts, every, row):
 
 
 @triton.jit
-def _write_pages(target, source, stride, columns, row, count, start, total, BLOCK: tl.constexpr):
+def _is_inside(place, count, most, start, rows):
+    """Whether places of a request are in use, in its row of the source and in the list, whatever the lengths say."""
+    return (place < tl.minimum(count, most)) & (start + place >= 0) & (start + place < rows * most)
+
+
+@triton.jit
+def _write_pages(target, source, stride, columns, rows, row, count, start, total, BLOCK: tl.constexpr):
     """Write a request's pages at its place, and 0 to its share of what is behind all of them."""
     for at in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
         place = at + tl.arange(0, BLOCK)
-        in_use = place < tl.minimum(count, columns)
+        in_use = _is_inside(place, count, columns, start, rows)
         tl.store(target + start + place, tl.load(source + place * stride, mask=in_use), mask=in_use)
         behind = row * columns + place
         tl.store(target + behind, 0, mask=(place < columns) & (behind >= total))
 
 
 @triton.jit
-def _write_tokens(target, source, stride, size, most, row, count, start, total, BLOCK: tl.constexpr):
+def _write_tokens(target, source, stride, size, most, rows, row, count, start, total, BLOCK: tl.constexpr):
     """Write the places of a request's tokens, as `_write_pages` writes pages. most: Tokens that a request may have."""
     for at in range(tl.program_id(1) * BLOCK, most, tl.num_programs(1) * BLOCK):
         place = at + tl.arange(0, BLOCK)
-        in_use = place < tl.minimum(count, most)
+        in_use = _is_inside(place, count, most, start, rows)
         page = tl.load(source + place // size * stride, mask=in_use).to(tl.int64)
         tl.store(target + start + place, page * size + place % size, mask=in_use)
         behind = row * most + place
@@ -76,7 +82,7 @@ def _write_part_first(target, source, stride, columns, front, BLOCK: tl.constexp
     for at in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
         place = at + tl.arange(0, BLOCK)
         column = tl.where(place == 0, front, place - (place <= front).to(tl.int32))
-        page = tl.load(source + column * stride, mask=place < columns)
+        page = tl.load(source + column * stride, mask=(place < columns) & (column < columns))
         tl.store(target + place, page, mask=place < columns)
 
 
@@ -106,12 +112,12 @@ def write_lists(
         start, total = _write_offset(token_offsets, all_lengths, every, row)
         if tokens is not None:
             size = tl.load(page_size)
-            _write_tokens(tokens, source, stride, size, columns * size, row, length, start, total, BLOCK)
+            _write_tokens(tokens, source, stride, size, columns * size, rows, row, length, start, total, BLOCK)
     if page_offsets is not None:
         size = tl.load(page_size)
         start, total = _write_offset(page_offsets, _divided_up(all_lengths, size), every, row)
         if pages is not None:
-            _write_pages(pages, source, stride, columns, row, _divided_up(length, size), start, total, BLOCK)
+            _write_pages(pages, source, stride, columns, rows, row, _divided_up(length, size), start, total, BLOCK)
         if last_lengths is not None:
             tl.store(last_lengths + row, tl.where(length > 0, (length - 1) % size + 1, 0))
     if part_first is not None:

@@ -94,3 +94,29 @@ def buffers(slots: Any, names: Any, sizes: Any, rows: int, width: int, device: t
         count = int(torch.Size(shape).numel())
         found[name] = torch.full((count + 1,), -7, dtype=slots[name].dtype, device=device), shape
     return found
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_lengths_that_are_too_long_are_written_nowhere_else(name: str, device: torch.device) -> None:
+    """As a check has them in padded rows: the plain functions raise, the kernel keeps to the slots."""
+    rows, columns, page, width = 5, 4, 3, 2
+    compute, slots = compute_of(SETS[name]), getattr(attention, name).slotgraph.slots
+    given_ = {
+        "seq_lens": torch.tensor([7, 1 << 29, 12, 1 << 29, 3], dtype=torch.int32, device=device),
+        "page_table": torch.ones(rows, columns, dtype=torch.int32, device=device),
+        "page_size": torch.tensor([page], dtype=torch.int32, device=device),
+        "split_tile_size": torch.tensor([5], dtype=torch.int32, device=device),
+        "extend_seq_lens": torch.ones(rows, dtype=torch.int32, device=device),
+    }
+    sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page}
+    whole = torch.full((1 << 16,), -7, dtype=torch.int64, device=device)  # all slots lie in it, with room between
+    outs, free = {}, torch.ones(1 << 16, dtype=torch.bool, device=device)
+    for number, slot in enumerate(compute.fills):
+        shape = extent(slots[slot].shape, {**sizes, BATCH: rows, TOKENS: rows * width})
+        begin, count = (number + 1) << 13, int(torch.Size(shape).numel())
+        memory = whole[begin : begin + count * slots[slot].dtype.itemsize // 8 + 1]
+        outs[slot] = memory.view(slots[slot].dtype)[:count].view(shape)
+        free[begin : begin + len(memory)] = False
+    assert compute.kernel is not None
+    compute.kernel(**{need: given_[need] for need in compute.needs}, out=outs)
+    assert (whole[free] == -7).all()
