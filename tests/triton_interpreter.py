@@ -15,12 +15,18 @@ def need_triton() -> None:
         pytest.skip("triton is not installed, or not made for this system: it is for Linux")
 
 
-def interpreted(name: str) -> ModuleType:
-    """A kernel's module once more, under another name, for Triton's interpreter."""
+def need_interpreter() -> None:
+    """Skip where Triton has no interpreter that does what tests need."""
     need_triton()
-    triton = importlib.import_module("triton")  # as it is: only our module is to be interpreted
+    triton = importlib.import_module("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip(f"triton {triton.__version__}: its interpreter leaves the language changed for compiled kernels")
+        what = "its interpreter leaves the language changed for compiled kernels, and has no loops with today's numpy"
+        pytest.skip(f"triton {triton.__version__}: {what}")
+
+
+def interpreted(name: str) -> ModuleType:
+    """A kernel's module once more, under another name, for Triton's interpreter. triton itself stays as it is."""
+    need_interpreter()
     found = importlib.util.find_spec(name)
     assert found is not None
     spec: Any = importlib.util.spec_from_file_location(name + "_interpreted", found.origin)

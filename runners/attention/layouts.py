@@ -70,9 +70,15 @@ def packed_pages(page_table: Tensor, kv_indptr: Tensor) -> Tensor:
     return page_table[requests, pages] * in_use
 
 
-def packed_tokens(page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out: Tensor) -> None:
-    """Write the places of all requests' tokens one behind the other, and 0 behind the last."""
+def packed_tokens(
+    page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out: Tensor, first: Tensor | None = None
+) -> None:
+    """Write the places of all requests' tokens one behind the other, and 0 behind the last.
+
+    first: The first token of each request. None: it is 0.
+    """
     in_use, requests, tokens = packed(kv_indptr, out.shape[0])
+    tokens = tokens if first is None else first[requests] + tokens
     places = page_table[requests, tokens // page_size].to(out.dtype) * page_size + tokens % page_size
     out.copy_(places * in_use)
 

@@ -59,10 +59,7 @@ def window_tokens(
     window_page_table: Tensor, window_kv_indptr: Tensor, window_kv_offsets: Tensor, page_size: Tensor, out: Tensor
 ) -> None:
     """Write the places of all windows' tokens one behind the other, and 0 behind the last."""
-    in_use, requests, numbers = layouts.packed(window_kv_indptr, out.shape[0])
-    tokens = window_kv_offsets[requests] + numbers
-    places = window_page_table[requests, tokens // page_size].to(out.dtype) * page_size + tokens % page_size
-    out.copy_(places * in_use)
+    layouts.packed_tokens(window_page_table, window_kv_indptr, page_size, out, first=window_kv_offsets)
 
 
 def window_tile_counts(window_kv_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:

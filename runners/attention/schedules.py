@@ -44,11 +44,12 @@ def planned(host_page_counts: Tensor, settings: Any, out: Tensor) -> None:
 class FlashInferPlanned(FlashInferDecode):
     """FlashInfer's decode with its `plan`, which the host calls if the number of pages of a request is another one.
 
-    The plan of FlashInfer 0.6.18 depends on kv_indptr alone (flashinfer-ai/flashinfer, include/flashinfer/attention/
-    scheduler.cuh, `DecodePlan` and `PrefillPlan`, commit fb28d72), but for the kernels fa3. The runner's settings have
-    `plan`, a function of kv_indptr on the host, with padded requests, and of the workspace. It makes that the
-    `_int_workspace_buffer` of the wrapper of so many requests, and calls its plan. What else is planned, `_plan_info`,
-    is frozen in the graph: let the function raise if that differs from its first one.
+    The plan of FlashInfer 0.6.18 depends on kv_indptr alone (flashinfer-ai/flashinfer,
+    include/flashinfer/attention/scheduler.cuh, `DecodePlan` and `PrefillPlan`, commit fb28d72); that of its fa3
+    kernels depends on more. The runner's settings have `plan`, a function of kv_indptr on the host, with padded
+    requests, and of the workspace. It makes that the `_int_workspace_buffer` of the wrapper of so many requests,
+    and calls its plan. What else is planned, `_plan_info`, is frozen in the graph: let the function raise if that
+    differs from its first one.
 
     host_seq_lens: the batch's seq_lens_cpu, since reading seq_lens back would wait; padded rows as in seq_lens.
     host_page_counts: pages of each request, until one of which changes the plan is good; padded rows have a page, or

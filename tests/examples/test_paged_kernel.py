@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import itertools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.examples.demo import NEEDS, QUICK, Generate, module
 from tests.examples.requests_in_pages import CLOSE, Case, assert_close, cases, expected
 from tests.programs import python
+from tests.triton_interpreter import need_interpreter, need_triton
 
 KERNEL = "serving.paged_kernel"
 
 
-def need_triton() -> None:
-    """Skip where there is none."""
-    if sys.platform != "linux" or importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed, or not made for this system: it is for Linux")
-
-
 def test_the_kernel_attends_as_plain_torch_does_in_the_interpreter() -> None:
     """All tests of `interpreted.py` pass, in a process in which Triton's interpreter runs all kernels."""
-    need_triton()
-    triton = importlib.import_module("triton")
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
-        pytest.skip(f"triton {triton.__version__}: its interpreter has no loops with the numpy of today")
+    need_interpreter()
     suite = Path(__file__).with_name("interpreted.py")
     done = python("-m", "pytest", suite, "-q", "-n", "0", "-p", "no:cacheprovider", env={"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stdout

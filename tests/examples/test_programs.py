@@ -127,7 +127,7 @@ def test_prompt_lookup_wins_tokens_on_a_real_model(capsys: pytest.CaptureFixture
 
 
 def test_a_request_that_ends_on_the_device_alone_is_told() -> None:
-    """The loop would wait for its tokens for ever."""
+    """Without the error the loop waits for its tokens and never ends."""
     needs("speculating")
 
     class EndsAtOnce(module("speculating.inputs").TreeCycleInputs):  # type: ignore[misc] # as above

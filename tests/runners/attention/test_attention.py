@@ -108,7 +108,7 @@ def test_replayed_attention_of_a_prefill_is_each_requests_own(name: str, backend
 
 
 def accepted(name: str) -> Any:
-    """The declaration of whoever takes that each request is split as all others have it."""
+    """A declaration for a user who accepts that all requests of a bucket decide how each is split."""
     given: Any = {"dtype": torch.int32, "pad": SEQ_LEN_FILL, "converts": (torch.int64,), "poison": ()}
     body = {"__annotations__": {"seq_lens": torch.Tensor}, "seq_lens": copied(BATCH, **given), "__module__": __name__}
     return types.new_class(f"Accepted{name}", (kinds.with_tokens(name),), {}, lambda space: space.update(body))

@@ -36,7 +36,7 @@ BATCHES = [25, pytest.param(250, marks=pytest.mark.slow)]
 
 
 def test_every_declaration_has_a_builder() -> None:
-    """The module exports no declaration that is not compared here, but for those with a test of their own."""
+    """The module exports no declaration that is not compared here, and has no test of its own elsewhere."""
     assert {*kinds.KINDS} - {"PagedCache", "PooledCache", "FlashInferPlanned"} == {*BUILDERS}
 
 

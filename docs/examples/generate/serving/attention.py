@@ -94,18 +94,15 @@ class Rows(NamedTuple):
     value: torch.Tensor
 
 
-@torch.library.custom_op("serving::attend_pages", mutates_args=())
-def attend_pages(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    page_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+ATTEND_PAGES: Final = (
+    "(Tensor query, Tensor keys, Tensor values, Tensor page_table, Tensor seq_lens, float scale) -> Tensor"
+)
+
+
+@torch.library.custom_op("serving::attend_pages", mutates_args=(), schema=ATTEND_PAGES)
+def attend_pages(*given: Any) -> torch.Tensor:
     """The kernel as an operator, which torch.compile leaves as it is: see paged_kernel, where triton must be there."""
-    kernel = importlib.import_module("serving.paged_kernel")
-    out: torch.Tensor = kernel.attend_pages(query, keys, values, page_table, seq_lens, scale)
+    out: torch.Tensor = importlib.import_module("serving.paged_kernel").attend_pages(*given)
     return out
 
 

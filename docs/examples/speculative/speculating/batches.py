@@ -57,7 +57,7 @@ def extend_batch(requests: Requests, width: int) -> dict[str, Any]:
 
 
 def cycle_batch(requests: Requests) -> dict[str, Any]:
-    """What requests need before cycles in one launch, but for what their drafts begin with."""
+    """What requests bring to cycles in one launch. What their drafts begin with is not among it."""
     return {
         "input_ids": [request.generated[-1] for request in requests],
         "positions": [request.root for request in requests],
