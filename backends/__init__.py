@@ -123,7 +123,8 @@ def _checked(backend: Backend) -> Backend:
 
     Raise ConfigError if its `capabilities` are no `Capabilities`, or promise a method that the class does not define.
     """
-    record, kind = backend.capabilities, type(backend)
+    record = backend.capabilities
+    kind = type(backend)
     if not isinstance(record, Capabilities):
         raise ConfigError(f"backend {kind.name!r}: expected a Capabilities as its record, got {type(record).__name__}")
     fused = next((lowering for lowering in record.lowerings if LOWERINGS[lowering].has_kernel), None)

@@ -44,7 +44,8 @@ class AcceleratorBackend(StreamBackend):
         reason = self.why_not()
         if reason:
             raise BackendUnavailableError(reason)
-        device, accelerator = torch.device(_kind(), torch.accelerator.current_device_index()), vars(torch.accelerator)
+        device = torch.device(_kind(), torch.accelerator.current_device_index())
+        accelerator = vars(torch.accelerator)
         own = {  # torch.accelerator's calls, under the names that torch.cuda uses
             "Stream": torch.Stream,
             "Event": torch.Event,

@@ -55,7 +55,8 @@ class HostUpload(Upload):
     def __init__(self, nbytes: int) -> None:
         with outside_inference():
             self.packet = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        self.nbytes, self._address = nbytes, self.packet.data_ptr()
+        self.nbytes = nbytes
+        self._address = self.packet.data_ptr()
         self._kept: object = None
 
     def send(self, data: bytes, kept: object) -> None:
@@ -78,12 +79,15 @@ _LIBRARY.define("edit_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -
 def _fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     """Fill every lane of a table if the packet is new and for this table, else advance it. `targets`: the buffers."""
     del targets
-    rows, words = table.view(-1, COLUMNS), _words(table, packet)
+    rows = table.view(-1, COLUMNS)
+    words = _words(table, packet)
     armed, number = words[:2]
     for row, taken in zip(rows.tolist(), rows[:, -1], strict=True):
-        is_new, is_mine = not number or number != int(taken), armed == row[7] >> OWNER_SHIFT
+        is_new = not number or number != int(taken)
+        is_mine = armed == row[7] >> OWNER_SHIFT
         if is_new and is_mine:
-            place, lanes = row[1] & _PLACE, row[1] >> 32
+            place = row[1] & _PLACE
+            lanes = row[1] >> 32
             _fill(row, words, words[place], words[place + lanes], words[place + 2 * lanes])
         elif number and armed:
             _advance(row, _live(row, words), moves=not is_new, tail=bool(row[7] & TAIL))
@@ -96,7 +100,8 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
     """Advance every lane of a table, then move and write rows of requests as the packet of an edit says."""
     del targets
     words = _words(table, packet)
-    rows, counts = words[2], words[3]
+    rows = words[2]
+    counts = words[3]
     if not words[0]:
         return
     moves = [(pair & _PLACE, pair >> 32) for pair in words[rows : rows + (counts & _PLACE)]]
@@ -106,14 +111,17 @@ def _edit_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[tor
         _advance(row, _live(row, words, before=True), moves=True, tail=False)
     for row in blocks:
         target, place, outer, _, padded, stride, _, flags, _, _, each, *_ = row
-        size, lanes = flags & BYTE, place >> 32
-        to, piece = target + outer * stride * size, each * size
+        size = flags & BYTE
+        lanes = place >> 32
+        to = target + outer * stride * size
+        piece = each * size
         for one, other in moves:
             ctypes.memmove(to + other * piece, to + one * piece, piece)
         code, pace, source = (words[(place & _PLACE) + part * lanes] for part in range(3))
         pace = pace or len(writes) * each
         for index, request in enumerate(writes if each else [0]) if code >= 0 else ():
-            count, first = each or padded, outer * pace + index * each
+            count = each or padded
+            first = outer * pace + index * each
             if request >= 0 and pace == RAGGED:
                 _copy_ragged(row, source, index * each, to + request * piece, each)
             elif request >= 0:
@@ -142,7 +150,8 @@ def _fill(row: list[int], words: list[int], code: int, pace: int, source: int) -
     target, _, outer, start, _, stride, _, flags, *_, count, inner, _, _, _ = row
     if code < 0:
         return
-    live, to = _live(row, words), target + (outer * stride + start) * (flags & BYTE)
+    live = _live(row, words)
+    to = target + (outer * stride + start) * (flags & BYTE)
     if pace == RAGGED:
         if not start:  # the first table row writes all of them
             _copy_ragged(row, source, 0, to, live)
@@ -188,7 +197,8 @@ def _copy_ragged(row: list[int], source: int, first: int, to: int, count: int) -
 
     A row of length -1 stays as it is.
     """
-    size, columns = row[7] & BYTE, row[12]
+    size = row[7] & BYTE
+    columns = row[12]
     pad = row[6].to_bytes(WORD, "little", signed=True)[:size]
     for number in range(first // columns, (first + count) // columns):
         begin, length = struct.unpack("<2i", ctypes.string_at(source + WORD * number, WORD))
@@ -200,7 +210,8 @@ def _copy_ragged(row: list[int], source: int, first: int, to: int, count: int) -
 
 def _convert(source: int, first: int, to: int, count: int, code: int, goal: int) -> None:
     """Write `count` elements of one dtype as another, as torch converts them."""
-    one, other = _DTYPES[code], _DTYPES[goal]
+    one = _DTYPES[code]
+    other = _DTYPES[goal]
     data = ctypes.string_at(source + first * one.itemsize, count * one.itemsize)
     made = torch.frombuffer(bytearray(data), dtype=one).to(other)
     ctypes.memmove(to, made.data_ptr(), made.nbytes)

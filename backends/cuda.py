@@ -139,7 +139,8 @@ class CudaBackend(StreamBackend):
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make a tensor that shares the memory but does not keep it alive, as torch's graph trees do in a pool."""
         storage = tensor.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes()
+        address = storage.data_ptr()
+        nbytes = storage.nbytes()
         with outside_inference():
             bare = _C._construct_storage_from_data_pointer(address, self.device, nbytes)  # noqa: SLF001
             fresh = torch.empty(0, dtype=tensor.dtype, device=self.device)
@@ -216,8 +217,10 @@ def _copies(copy: DriverCopy, packet: torch.Tensor) -> tuple[Start, Inline, int]
     From memory that is not pinned, a driver reads what it copies before the call returns (CUDA's "API synchronization
     behavior"). Torch would wait for the device there.
     """
-    target, stream = ctypes.c_uint64(packet.data_ptr()), _current_stream_on(packet.device)
-    size, handle = functools.cache(ctypes.c_size_t), functools.cache(ctypes.c_void_p)  # ctypes converts ints slowly
+    target = ctypes.c_uint64(packet.data_ptr())
+    stream = _current_stream_on(packet.device)
+    size = functools.cache(ctypes.c_size_t)
+    handle = functools.cache(ctypes.c_void_p)  # ctypes converts ints slowly
 
     def start(memory: torch.Tensor, at: int, nbytes: int) -> None:
         if copy(target, ctypes.c_void_p(memory.data_ptr() + at), size(nbytes), handle(stream())):
@@ -270,7 +273,8 @@ def fusion_on(device: torch.device) -> Fusion | None:
 
 def _kernel(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Return a launch of one program for each row of a table. The rows have the addresses of the targets."""
-    words, rows = packet.view(torch.int64), table.shape[0]
+    words = packet.view(torch.int64)
+    rows = table.shape[0]
 
     def launch() -> None:
         if rows:
@@ -281,7 +285,8 @@ def _kernel(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[
 
 def _editing(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
     """Return a call that launches one kernel to advance a table's lanes, and one to edit their rows."""
-    words, rows = packet.view(torch.int64), table.shape[0]
+    words = packet.view(torch.int64)
+    rows = table.shape[0]
 
     def launch() -> None:
         if rows:

@@ -77,11 +77,15 @@ class StreamBackend(Backend):
     warns_of_empty: ClassVar[str] = ""
 
     def __init__(self, device: torch.device, module: Any, native: Any = None, **options: Any) -> None:
-        self._device, self._module, self._native, self._options = device, module, native, options
+        self._device = device
+        self._module = module
+        self._native = native
+        self._options = options
         with _LOCK, outside_inference():
             key = (self.name, device.type, device.index)
             if key not in _STATES:
-                pool, one = GraphPool(module.graph_pool_handle), torch.zeros(1, device=device)
+                pool = GraphPool(module.graph_pool_handle)
+                one = torch.zeros(1, device=device)
                 _STATES[key] = CaptureState(module.Stream(device), pool, one)
             self.state = _STATES[key]
 
@@ -147,7 +151,8 @@ class StreamBackend(Backend):
 
         Raises CaptureError, which says what to lower, if the block runs out of the device's memory.
         """
-        state, around = self.state, self._module.current_stream(self._device)
+        state = self.state
+        around = self._module.current_stream(self._device)
         with state.lock:
             state.stream.wait_stream(around)
             try:
@@ -191,7 +196,9 @@ class StreamBackend(Backend):
 
     def order(self, first: int, then: int) -> None:
         """Make stream number `then` wait for the work submitted so far to stream number `first`."""
-        make, index, kind = self._module.Stream, self._device.index, self.state.stream.device_type
+        make = self._module.Stream
+        index = self._device.index
+        kind = self.state.stream.device_type
         earlier, later = (make(stream_id=one, device_index=index, device_type=kind) for one in (first, then))
         later.wait_stream(earlier)
 
@@ -217,12 +224,15 @@ class StreamBackend(Backend):
 
     def record(self, step: Capturable, pool: object | None, begin: Callable[[Handle], Opened]) -> DeviceGraph:
         """Record a step into graphs that `begin` makes. A CaptureError leaves the device as it was before."""
-        used, state = self._pool_of(pool), self.state
+        used = self._pool_of(pool)
+        state = self.state
         if self._module.is_current_stream_capturing():
             raise CaptureError("a step that is being captured cannot capture another")
         with state.lock, self._module.stream(state.stream), _no_collections():
-            alive, recording = used.graphs(), DeviceCapture(self, used.handle(), begin)
-            around, state.recording = state.recording, recording
+            alive = used.graphs()
+            recording = DeviceCapture(self, used.handle(), begin)
+            around = state.recording
+            state.recording = recording
             try:
                 outputs, error, before = recording.attempt(step)
             except BaseException:  # only an interrupt comes here, since `attempt` returns all other errors
@@ -283,7 +293,8 @@ class StreamBackend(Backend):
         """End the allocator's recording into a pool if a broken capture left it open. Return whether it was open."""
         if self._native is None:
             return False
-        kind, index = self._device.type, self._device.index
+        kind = self._device.type
+        index = self._device.index
         try:
             getattr(self._native, f"_{kind}_endAllocateToPool")(index, handle)
         except RuntimeError:  # "not currently recording": the capture ended normally
@@ -329,14 +340,19 @@ class DeviceCapture:
         self.parts: list[Part] = []
         self.graphs: list[Recorded] = []  # all that are recorded, including empty ones
         self.graph: Recorded | None = None
-        self.handle, self._backend, self._begin = handle, backend, begin
+        self.handle = handle
+        self._backend = backend
+        self._begin = begin
         self._open: AbstractContextManager[object] | None = None
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._ranges: list[tuple[int, int]] | None = None  # of the pool, read before it allocates
 
     def attempt(self, step: Capturable) -> tuple[Any, Exception | None, tuple[int, int]]:
         """Run and record the step. Return its outputs, the first error, and the bytes that were allocated before."""
-        outputs, raised, before, empty = None, None, (0, 0), self._backend.warns_of_empty
+        outputs = None
+        raised = None
+        before = (0, 0)
+        empty = self._backend.warns_of_empty
         try:
             with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:
                 ending.callback(self._stop)  # `_start` may raise after the capture has begun
@@ -369,7 +385,8 @@ class DeviceCapture:
             try:
                 self._backend.release_workspaces()
             finally:  # even after an interrupt, since a capture that is left open makes the device unusable
-                opened, self._open = self._open, None
+                opened = self._open
+                self._open = None
                 opened.__exit__(None, None, None)
             self.parts.append((self.graph.replay, self.graph))
             self.graphs.append(self.graph)
@@ -386,7 +403,8 @@ class DeviceCapture:
         for place, answer in self._answers:
             place.copy_(answer)
         self._answers = []
-        is_empty, empty = False, self._backend.warns_of_empty
+        is_empty = False
+        empty = self._backend.warns_of_empty
         for warning in caught:
             if empty and empty in str(warning.message):
                 is_empty = True

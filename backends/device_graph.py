@@ -85,7 +85,8 @@ class DeviceGraph(Graph):
     """
 
     def __init__(self, parts: Sequence[Part], outputs: Any, nbytes: int) -> None:
-        self.outputs, self.nbytes = outputs, nbytes
+        self.outputs = outputs
+        self.nbytes = nbytes
         self.graphs = [graph for _, graph in parts if graph is not None]
         self.parts = len(self.graphs)
         self._calls = [call for call, _ in parts]
@@ -132,7 +133,8 @@ def not_captured(error: BaseException, advice: Advice = (), conditions: Advice =
     """Make the error for a step that raised or was refused. `conditions` has advice for faults outside the step."""
     if ran_out_of_memory(error):
         return out_of_memory(error, "while this bucket was captured")
-    reason, text = first_line(error), str(error).lower()
+    reason = first_line(error)
+    text = str(error).lower()
     place = "" if isinstance(error, ComputeError) else place_of(error)  # a ComputeError already names the line
     refusals = [("nothing can be captured as things are", one) for one in conditions]
     refusals += [(f"a captured step cannot do what it does{place}", one) for one in advice]

@@ -100,7 +100,8 @@ def npu_c() -> Any:
 @contextlib.contextmanager
 def recording(graph: Any, handle: Handle, stream: Any, options: Mapping[str, Any]) -> Iterator[None]:
     """Enter torch.npu.graph, which in torch_npu 2.13 leaves its stream and mode entered if a capture does not begin."""
-    around, depth = npu().current_stream(), len(_modes())
+    around = npu().current_stream()
+    depth = len(_modes())
     try:
         with npu().graph(graph, pool=handle, stream=stream, **options):
             try:
@@ -124,7 +125,8 @@ class UpdatedGraph:
 
     def __init__(self, device: torch.device, parameters: Mapping[str, torch.Tensor]) -> None:
         self.native = npu().NPUGraph()
-        self.reset, self.pool = self.native.reset, self.native.pool
+        self.reset = self.native.reset
+        self.pool = self.native.pool
         self.native.graph_dispatch_mode.update_stream = _update_stream(device)
         self._device = device
         self._parameters = dict(parameters)
@@ -187,7 +189,8 @@ def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
     operator = str(record.op_cache_entry.__name__)
     handlers: Any = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
     handler = handlers._NPU_GRAPH_OP_HANDLERS[operator]  # noqa: SLF001 - no public name
-    specs, given = handler.get_update_specs(operator), dict(record.kwargs)
+    specs = handler.get_update_specs(operator)
+    given = dict(record.kwargs)
     for where, place, name in specs:
         if where == "kwarg":
             given[name] = record.kwargs.get(place)
@@ -198,9 +201,12 @@ def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
         value = given.get(name)
         if value is None:
             continue
-        current, captured, is_apart = parameter.tolist(), list(value) if isinstance(value, tuple) else value, False
+        current = parameter.tolist()
+        captured = list(value) if isinstance(value, tuple) else value
+        is_apart = False
         if isinstance(value, torch.Tensor):
-            captured, is_apart = value.tolist(), not value.is_cpu or value.dtype != parameter.dtype
+            captured = value.tolist()
+            is_apart = not value.is_cpu or value.dtype != parameter.dtype
         if is_apart or captured != current:
             raise CaptureError(
                 f"operator {operator} was given {captured!s:.60} for {name}, and the host parameter holds "

@@ -153,7 +153,8 @@ def ring_on(
         driver: Returns `start`, `inline` and `most_inline` of a `Ring` for a packet.
         stream: Returns the current stream, if it is not the module's.
     """
-    packet, found = packet_on(device, nbytes), module or torch.get_device_module(device)
+    packet = packet_on(device, nbytes)
+    found = module or torch.get_device_module(device)
 
     def mark(again: Any) -> Any:
         event: Any = found.Event() if again is None else again

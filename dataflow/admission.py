@@ -62,7 +62,8 @@ def check_sources(rows: Sequence[tuple[Buffer, Any, Extent]]) -> Admitted:
     Each row gives a buffer, a source and the expected shape. Raises MissingSourceError if sources are missing, else
     BatchError with every fault.
     """
-    found, faults = Admitted(), list[Fault]()
+    found = Admitted()
+    faults = list[Fault]()
     for to, source, _ in rows:
         if source is None:
             missing = f"slot {to.name!r}: {to.slot.reads(to.name)} is missing"
@@ -141,7 +142,9 @@ def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[Fault]:
     if not isinstance(source, torch.Tensor):
         yield Fault(name, f"{_expected(to, shape)}, got {type(source).__name__}; give a tensor, an array or a list")
         return
-    dtype, device, came = to.tensor.dtype, to.tensor.device, tuple(source.shape)
+    dtype = to.tensor.dtype
+    device = to.tensor.device
+    came = tuple(source.shape)
     if source.dtype != dtype and not takes(to, source.dtype):
         lossy = source.dtype.is_floating_point and not dtype.is_floating_point
         way_out = "round it yourself" if lossy else f"convert it, or declare converts=({source.dtype},)"

@@ -168,8 +168,10 @@ class Buffers:
     """The buffers of one declaration, with the record of their clean tails and of who uses their memory."""
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory) -> None:
-        self._buffers, self.capacity = dict(buffers), dict(capacity)
-        self.clean, self.use = shared.clean, shared.use
+        self._buffers = dict(buffers)
+        self.capacity = dict(capacity)
+        self.clean = shared.clean
+        self.use = shared.use
         self.last_runs = collections.defaultdict[str, LastRun](LastRun)
         self._following: dict[str, Buffer] = {}
 
@@ -292,7 +294,8 @@ def allocate(
     check_bindings(declaration, capacity, capabilities, empty, bind)
     shared = SharedMemory() if shared is None else shared
     owners = {name: _tensor_in(bound) for name, bound in bind.items()}
-    slots, waiting = declaration.slots.items(), dict[Placement, list[tuple[int, str]]]()
+    slots = declaration.slots.items()
+    waiting = dict[Placement, list[tuple[int, str]]]()
     asked = {name: (extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities)) for name, slot in slots}
     with outside_inference():
         tensors = {**{name: owner.detach() for name, owner in owners.items()}, **shared.tensors}
@@ -306,13 +309,15 @@ def allocate(
             else:
                 tensors[name] = empty(*asked[name], slot.placement)
         for placement, mine in waiting.items():
-            arena, start = empty((sum(nbytes for nbytes, _ in mine),), torch.uint8, placement), 0
+            arena = empty((sum(nbytes for nbytes, _ in mine),), torch.uint8, placement)
+            start = 0
             for nbytes, name in sorted(mine, key=lambda one: (-one[0], one[1])):
                 tensors[name] = carve(arena, start, *asked[name])
                 start += nbytes
     made = dict[str, Buffer]()
     for name, slot in slots:
-        foreign, pooled = isinstance(bind.get(name), torch.Tensor), name in shared.tensors
+        foreign = isinstance(bind.get(name), torch.Tensor)
+        pooled = name in shared.tensors
         made[name] = Buffer(name, slot, tensors[name], owners.get(name), foreign, pooled)
     buffers = Buffers(made, capacity, shared)
     _initialise(buffers, capabilities, adopted=not keep_bound)
@@ -323,7 +328,8 @@ def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool =
     for buffer in buffers:
         if buffer.adopted and (buffer.slot.is_state or not adopted):
             continue
-        value, target = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities), buffer.tensor
+        value = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities)
+        target = buffer.tensor
         with outside_inference(), torch.no_grad():
             if isinstance(value, bool | int | float):
                 target.fill_(value)
@@ -357,7 +363,8 @@ def check_bindings(
     declaration: Declaration, capacity: Sizes, capabilities: Capabilities, empty: Allocate, bind: Mapping[str, Bound]
 ) -> None:
     """Raise BindError for all tensors that cannot be adopted."""
-    faults, spans = list[str](), list[tuple[tuple[int, int], str]]()
+    faults = list[str]()
+    spans = list[tuple[tuple[int, int], str]]()
     for name, tensor in ((name, _tensor_in(bound)) for name, bound in bind.items()):
         if name not in declaration.slots:
             near = did_you_mean(name, declaration.slots)

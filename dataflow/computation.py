@@ -44,7 +44,8 @@ def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabili
     Raises ComputeError if a declared number does not fit the slot's dtype on this backend, or if a constant's function
     raises.
     """
-    dtype, found = resolve_dtype(slot.dtype, capabilities), []
+    dtype = resolve_dtype(slot.dtype, capabilities)
+    found = []
     for value in slot.declared_values():
         if callable(value):
             try:
@@ -144,7 +145,8 @@ def part_of(results: Results, compute: Compute, slot: str, leads: bool, /, **giv
     """
     if not leads and slot in results.get(compute.fills, ()):
         return results[compute.fills].pop(slot)
-    values, names = compute.function(**given), compute.fills
+    values = compute.function(**given)
+    names = compute.fills
     if compute.writes_out:
         values = (None,) * len(names)
     if not isinstance(values, tuple) or len(values) != len(names):
@@ -246,7 +248,9 @@ class Computation:
 
         Raise ComputeError if it raises, or if the slot cannot hold the result. The slot then keeps its value.
         """
-        again, last, seen = self.again, self.last, None
+        again = self.again
+        last = self.last
+        seen = None
         if again is not None:
             said = again.value(batch, step)
             contents = said if isinstance(said, bytes) else b""
@@ -256,7 +260,8 @@ class Computation:
                 return
             last.seen = None
             last.ran += 1
-        value, target = self.value(batch, step), self.target
+        value = self.value(batch, step)
+        target = self.target
         if type(value) is torch.Tensor and _FACTS(value) == _FACTS(target) and not self.compute.writes_out:
             target.copy_(value)
         else:

@@ -183,7 +183,8 @@ class Declaration:
         if not checked or isinstance(batch, checked[0].owner):
             return []
         names = dict.fromkeys(name.partition(".")[0] for name in self.sources)  # a group's value is one attribute
-        faults, seen = list[str](), {name: look_up(batch, name) for name in names}
+        faults = list[str]()
+        seen = {name: look_up(batch, name) for name in names}
         for name, field in self.fields.items():
             try:
                 seen[name] = field.read(batch)
@@ -192,7 +193,8 @@ class Declaration:
         made: Any = object.__new__(checked[0].owner)
         vars(made).update(seen)
         for field in () if faults or attrs.validators.get_disabled() else checked:
-            value, validate = seen.get(field.name), field.attribute.validator
+            value = seen.get(field.name)
+            validate = field.attribute.validator
             if validate is None or (value is None and field.default is attrs.NOTHING):
                 continue
             try:
@@ -268,7 +270,8 @@ def declare(
     dropped: Slots of bases that it leaves out.
     """
     made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
-    faults, seen = [*found], dict[str, Axis]()
+    faults = [*found]
+    seen = dict[str, Axis]()
     faults += [DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}") for slot, fault in _faults(made, dropped)]
     for axis in made.axes:
         if seen.setdefault(axis.name, axis) != axis:
@@ -340,7 +343,8 @@ def _function_faults(
 
 def _need_faults(need: str, name: str, made: Declaration) -> Iterator[str]:
     """Yield why a computed slot cannot have something that its function needs."""
-    slots, fields = made.slots, made.fields
+    slots = made.slots
+    fields = made.fields
     known = [*slots, *fields, *_GIVEN]
     if need in slots and slots[need].writers == BY_STEP:
         yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"

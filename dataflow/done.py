@@ -36,7 +36,8 @@ def with_done(declaration: Declaration, name: str) -> Declaration:
             "copied(BATCH, dtype=torch.bool, pad=True, then=lambda next_ids: next_ids == END)"
         )
 
-    own, parameters = name.partition(".")[0], [*rule.arguments(dict.fromkeys(rule.needs))]
+    own = name.partition(".")[0]
+    parameters = [*rule.arguments(dict.fromkeys(rule.needs))]
 
     @functools.wraps(rule.function)
     def ends(**given: Any) -> Any:
@@ -62,7 +63,9 @@ def resets(declaration: Declaration, views: Views, sizes: Sizes, capabilities: C
     """Yield what writes the tail into rows of requests that are done, for each slot on the device that has both."""
     done = views[declaration.done] if declaration.done else None
     for name, slot in declaration.slots.items() if done is not None else ():
-        view, rows, rule = views[name], rows_of_requests(slot, sizes), slot.rule()
+        view = views[name]
+        rows = rows_of_requests(slot, sizes)
+        rule = slot.rule()
         is_filled = slot.placement == DEVICE and slot.writers & {"batch", "producer"} and name != declaration.done
         if view is not None and rows is not None and isinstance(rule, Pad) and is_filled:
             with outside_inference():

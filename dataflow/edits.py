@@ -66,7 +66,8 @@ def rearrange(
     Returns:
         The requests in the new order, and the rows that move.
     """
-    order, free = [*keys], sorted(map(rows.pop, leaving))
+    order = [*keys]
+    free = sorted(map(rows.pop, leaving))
     moves = list[tuple[int, int]]()
     for key in joining:
         row = free.pop(0) if free else len(order)
@@ -79,7 +80,8 @@ def rearrange(
             continue
         row = free.pop(0)
         moves.append((len(order), row))
-        order[row], rows[key] = key, row
+        order[row] = key
+        rows[key] = row
     return tuple(order), moves
 
 
@@ -112,8 +114,10 @@ class RowBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.declaration, self.buffers = bucket.declaration, bucket.buffers
-        slots, sizes = self.declaration.slots, bucket.sizes
+        self.declaration = bucket.declaration
+        self.buffers = bucket.buffers
+        slots = self.declaration.slots
+        sizes = bucket.sizes
         self._each = [sizes[axis] // sizes[BATCH] for axis in self.declaration.varying]
         self._lanes_at = head_bytes(0, len(self.declaration.counted))
         kept = {
@@ -198,7 +202,8 @@ class RowBucket:
             rows: The row of each request in `write`.
             values: By slot, the bytes that the host has computed for slots without rows.
         """
-        feed, data = self.bucket.feed, write.packet or self._left_alone
+        feed = self.bucket.feed
+        data = write.packet or self._left_alone
         places = _words_of([*[start | to << 32 for start, to in moves], *rows])
         head = _words_of([EDIT, 0, len(data) // WORD, len(moves) | len(rows) << 32, *counts, *before])
         lanes = data[self._lanes_at :]
@@ -215,7 +220,8 @@ class RowBucket:
     @functools.cached_property
     def whole(self) -> Mapping[str, int]:
         """By slot, the lanes of computed slots without rows of requests, which the kernel writes whole."""
-        slots, computed = self.declaration.slots, self.declaration.functions
+        slots = self.declaration.slots
+        computed = self.declaration.functions
         lanes = enumerate(lane.slot for lane in self.bucket.lanes)
         return {slot: number for number, slot in lanes if slot in computed and not slots[slot].varying}
 

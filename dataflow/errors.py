@@ -169,7 +169,8 @@ def origin_of(error: BaseException) -> BaseException:
 def user_traceback(error: BaseException) -> TracebackType | None:
     """Make a traceback of the frames in user code. Return None if the error passed through none."""
     made: TracebackType | None = None
-    steps, step = list[TracebackType](), error.__traceback__
+    steps = list[TracebackType]()
+    step = error.__traceback__
     while step is not None:
         steps.append(step)
         step = step.tb_next
@@ -205,7 +206,8 @@ def blame(slot: str, function: Callable[..., Any], error: Exception) -> NoReturn
     CaptureError and DeclarationError keep their types. Other errors of this library and out-of-memory errors are raised
     unchanged.
     """
-    name, place = getattr(function, "__qualname__", repr(function)), place_of(error)
+    name = getattr(function, "__qualname__", repr(function))
+    place = place_of(error)
     if isinstance(error, CaptureError):
         raise CaptureError(f"slot {slot!r}, in its function {name}{place}: {error}") from error
     if isinstance(error, DeclarationError):  # raised by `Step`

@@ -43,7 +43,8 @@ def own_guard(tensors: Sequence[torch.Tensor], free: Free | None = None) -> Guar
     firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
     if len(firsts) == len(tensors):
         return make(tensors, free)
-    places, once = [firsts[id(one)] for one in tensors], sorted(firsts.values())
+    places = [firsts[id(one)] for one in tensors]
+    once = sorted(firsts.values())
     check = make([tensors[place] for place in once], [free[place] for place in once])
 
     def check_all(*found: Any) -> bool:  # torch's own guard rejects lists with the same tensor twice
@@ -68,7 +69,9 @@ def _strides_of(tensor: torch.Tensor, free: Sequence[int]) -> _Strides:
     strides = tensor.stride()
     if not free or not tensor.is_contiguous():
         return [*strides]
-    dense, found, last = 1, list[int | None](), max(free)
+    dense = 1
+    found = list[int | None]()
+    last = max(free)
     for dim in range(tensor.dim() - 1, -1, -1):
         if strides[dim] != dense:  # this dim has at most one row, since with more rows this stride would leave gaps
             return [None] * tensor.dim()
@@ -94,7 +97,8 @@ def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:  # noqa: 
     wanted: list[tuple[Any, ...]] = []
     bits: list[tuple[int, Callable[[torch.Tensor], bool], bool]] = []
     for place, (one, dims) in enumerate(zip(tensors, free, strict=True)):
-        sizes, strides = _sizes_of(one, dims), _strides_of(one, dims)
+        sizes = _sizes_of(one, dims)
+        strides = _strides_of(one, dims)
         fixed = [(dim, size) for dim, size in enumerate(sizes) if size is not None]
         steps = [(dim, stride) for dim, stride in enumerate(strides) if stride is not None]
         wanted.append((type(one), one.dtype, one.device, one.dim(), fixed, steps))
@@ -108,7 +112,8 @@ def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:  # noqa: 
             for one, (kind, dtype, device, rank, sizes, strides) in zip(found, wanted, strict=True):
                 if type(one) is not kind or one.dtype is not dtype or one.device != device:
                     return False
-                shape, steps = one.shape, one.stride()
+                shape = one.shape
+                steps = one.stride()
                 if len(shape) != rank:
                     return False
                 for dim, size in sizes:
@@ -148,7 +153,8 @@ def _is_trusted() -> bool:
         try:
             for like in (rows, pairs):
                 for free in ((), (0,), (0, 1)):
-                    guard, plain = torch_guard([like], [free]), plain_guard([like], [free])
+                    guard = torch_guard([like], [free])
+                    plain = plain_guard([like], [free])
                     if [guard(one) for one in others] != [plain(one) for one in others]:
                         return False
         except Exception:  # noqa: BLE001 - whatever another version makes of the call

@@ -148,7 +148,8 @@ def _packed_ragged(found: Ragged, dtype: torch.dtype, first: int, columns: int) 
     words = found.counts << 32
     values = found.values if found.values.dtype == dtype else found.values.to(dtype)
     if found.offsets is not None:
-        start, stop = found.offsets.item(0), found.offsets.item(-1)
+        start = found.offsets.item(0)
+        stop = found.offsets.item(-1)
         words += found.offsets[:-1]
         words += first - start
         return words, bytes_of_tensor(values, start, stop)
@@ -314,7 +315,8 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def bytes_of_tensor(source: torch.Tensor, start: int = 0, stop: int | None = None) -> bytes:
     """Read a dense host tensor, or some of its elements. Raise ValueError if its memory was freed."""
-    address, size = source.data_ptr(), source.itemsize
+    address = source.data_ptr()
+    size = source.itemsize
     nbytes = source.nbytes if stop is None else (stop - start) * size
     if nbytes and not address:
         raise ValueError("its memory was freed")

@@ -82,7 +82,8 @@ class Inputs(metaclass=_Declaring):
 
         `drop` names slots and fields of a base that this declaration omits. Raises DeclarationErrors.
         """
-        bases, found = _inherited(cls), list[DeclarationError]()
+        bases = _inherited(cls)
+        found = list[DeclarationError]()
         try:
             super().__init_subclass__(**keywords)
         except TypeError as error:
@@ -101,7 +102,8 @@ class Inputs(metaclass=_Declaring):
                 found.append(DeclarationError(f"{cls.__name__} drops {name!r}, which no base declares{near}"))
         faults = [*_define(cls, bases), *_field_faults(cls), *_base_faults(cls, bases)]
         slots = {a.name: kind for a in _attributes(cls) if (kind := slot_in(a)) is not None}
-        plain, fields = {a.name: a for a in _attributes(cls) if a.name not in slots}, dict[str, Field]()
+        plain = {a.name: a for a in _attributes(cls) if a.name not in slots}
+        fields = dict[str, Field]()
         for name, attribute in plain.items():
             fields[name] = Field.of(cls, attribute)
             try:
@@ -111,7 +113,8 @@ class Inputs(metaclass=_Declaring):
         for name, fault in faults:
             what = "field" if name in plain else "slot"
             found.append(DeclarationError(f"{cls.__name__}.{name}: {what} {name!r}: {fault}"))
-        kept, known = named_slots(slots), (getattr(base, "slotgraph", None) for base in cls.__mro__[1:])
+        kept = named_slots(slots)
+        known = (getattr(base, "slotgraph", None) for base in cls.__mro__[1:])
         dropped = {name for base in known if base is not None for name in base.slots} - kept.keys()
         cls.slotgraph = declare(cls.__name__, kept, fields, found, dropped)
 
@@ -310,7 +313,8 @@ def _field_faults(cls: type) -> Faults:
             yield field.name, _undeclared(field.name, field if is_word else default, "its default is not a field")
         elif slot_in(field) is None and (fault := _default_fault(field)):
             yield field.name, fault
-        kind, is_faulty = slot_in(field), bool(field.metadata.get(FAULTS))
+        kind = slot_in(field)
+        is_faulty = bool(field.metadata.get(FAULTS))
         kind = next(iter(kind.values())) if isinstance(kind, Mapping) else kind  # those of a group are alike in this
         required = kind is not None and not (kind.optional or kind.when or is_faulty)
         if required and _NONE.search(str(field.type)):
@@ -325,7 +329,8 @@ def _base_faults(cls: type, bases: _Bases) -> Faults:
         for name, value in vars(base).items():
             if not name.startswith("__") and _holds_slots(value):
                 yield name, f"{base.__name__}, which is not a declaration, has it: derive {base.__name__} from Inputs"
-    own, taken = _own(cls), {*vars(cls), *inspect.get_annotations(cls)}
+    own = _own(cls)
+    taken = {*vars(cls), *inspect.get_annotations(cls)}
     for name, ((nearest, declared), *others) in bases.items():
         if name in own:
             if declared is not None and own[name] is None:

@@ -39,7 +39,8 @@ def fill_slot_by_slot(
     """
     views: dict[str, torch.Tensor | None] = dict.fromkeys(declaration.disabled)
     for name, slot in declaration.slots.items():
-        source, view = slot.reads(name), buffers[name].view(step.padded_sizes)
+        source = slot.reads(name)
+        view = buffers[name].view(step.padded_sizes)
         value = given.get(name) if given is not None else None if source is None else source.read(batch, side)
         shape = extent(slot.shape, step.live_sizes)
         if slot.ragged:
@@ -57,7 +58,8 @@ def fill_slot_by_slot(
             buffers[name].view(step.live_sizes).copy_(value)
     for reset in resets(declaration, views, step.padded_sizes, capabilities):
         reset.run(batch)
-    known, results = {**declaration.given(step), **frozen, **views}, Results()
+    known = {**declaration.given(step), **frozen, **views}
+    results = Results()
     for name in (name for name in declaration.functions if name not in left):
         view = buffers[name].view(step.padded_sizes)
         Computation.bind(name, declaration, known, view, results=results).run(batch)

@@ -147,7 +147,8 @@ class Lane:
         dim = varying[-1]
         inner = math.prod(target.shape[dim + 1 :])
         before = [target.stride(i) for i in range(dim) if target.shape[i] > 1]  # a dim of size 1 may have any stride
-        outer, stride = math.prod(target.shape[:dim]), before[-1] if before else 0
+        outer = math.prod(target.shape[:dim])
+        stride = before[-1] if before else 0
         return cls(slot, target, outer, target.shape[dim] * inner, stride, inner, pad)
 
     @property
@@ -174,7 +175,8 @@ def has_lane(dtype: torch.dtype, shape: tuple[int, ...], varying: tuple[int, ...
 
 def converts(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether the kernel converts from one dtype to another. It takes torch.bool only as a source."""
-    one, other = CODES.get(source, 0), CODES.get(target, 0)
+    one = CODES.get(source, 0)
+    other = CODES.get(target, 0)
     return bool(one and other) and target != torch.bool and (one >= FIRST_FLOAT) == (other >= FIRST_FLOAT)
 
 
@@ -208,18 +210,21 @@ def row_stride(source: torch.Tensor, dim: int) -> int | None:
     A row begins at dim `dim`, and the dims before it are the outer ones. Gaps may be within rows or unequal between
     them.
     """
-    sizes, strides = source.shape, source.stride()
+    sizes = source.shape
+    strides = source.stride()
     dense = 1
     for size, stride in zip(reversed(sizes[dim:]), reversed(strides[dim:]), strict=True):
         if size != 1 and stride != dense:
             return None
         dense *= size
-    found, expected = dense, None
+    found = dense
+    expected = None
     for size, stride in zip(reversed(sizes[:dim]), reversed(strides[:dim]), strict=True):
         if size != 1:
             if expected not in (None, stride):
                 return None
-            found, expected = stride if expected is None else found, stride * size
+            found = stride if expected is None else found
+            expected = stride * size
     return found if found >= dense else None
 
 
@@ -282,7 +287,9 @@ class Feed:
 
     def __init__(self, upload: Callable[[int], Upload | None], room: int, *, numbered: bool = False) -> None:
         """Take the backend's function that makes the packet."""
-        self.room, self._make, self._data = room, upload, _AT_REST
+        self.room = room
+        self._make = upload
+        self._data = _AT_REST
         self._numbered = numbered
         self._sent = itertools.count(1)
         self._tables = itertools.count(1)

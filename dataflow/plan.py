@@ -283,7 +283,8 @@ class _Planning:
     foreign: frozenset[str]
 
     def plan(self) -> FillPlan:
-        sizes, capabilities = self.sizes, self.capabilities
+        sizes = self.sizes
+        capabilities = self.capabilities
         present = {name: slot for name, slot in self.declaration.slots.items() if name not in self.pattern.absent}
         packed = self._packed(present)
         copied = {name: slot for name, slot in present.items() if name in self.declaration.sources or name in packed}
@@ -323,7 +324,8 @@ class _Planning:
     def _advances(self, slots: Mapping[str, Slot]) -> Iterable[Advance]:
         """Yield the rules of slots: those that run as operators, in dependency order, and then sums."""
         rules = {name: rule for name, rule in self.declaration.rules.items() if name in slots}
-        read, sums = {need for name, rule in rules.items() for need in rule.needs if need != name}, list[Advance]()
+        read = {need for name, rule in rules.items() for need in rule.needs if need != name}
+        sums = list[Advance]()
         for name, rule in rules.items():
             found = None if name in read else linear(rule)
             if found is not None and self._adds(name, *found):
@@ -334,7 +336,8 @@ class _Planning:
 
     def _adds(self, name: str, source: str, add: int) -> bool:
         """Return whether a slot can be written as the sum of a number and a slot of the same dtype and shape."""
-        target, other = self.declaration.slots[name], self.declaration.slots.get(source)
+        target = self.declaration.slots[name]
+        other = self.declaration.slots.get(source)
         if other is None:
             return False
         (own, *rest), (mine, *others) = (
@@ -369,7 +372,8 @@ class _Planning:
     def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
         for name, compute in self.declaration.functions.items():
             needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
-            slot, on = self.declaration.slots[name], self.declaration.side(name)
+            slot = self.declaration.slots[name]
+            on = self.declaration.side(name)
             is_packed = name in packed or (name in self._room and self._is_value(name) and not self._apart(slot))
             yield ComputeStep(name, compute.name, needs, on, is_packed, self._pad(slot), compute.fills)
 

@@ -59,7 +59,9 @@ class Ragged:
 
     def _check(self) -> int:
         """Return the length of the longest row. Raise ValueError if a row leads out of the values."""
-        columns, counts, ends = self.values.shape[-1], self.counts, self.offsets
+        columns = self.values.shape[-1]
+        counts = self.counts
+        ends = self.offsets
         which = ""
         longest = int(counts.view(np.uint64).max(initial=0))  # a negative count is larger than all others
         if longest > columns:
@@ -100,7 +102,8 @@ class Ragged:
             pad: What the rest of each row holds.
         """
         flat = torch.nn.functional.pad(self.values.reshape(-1), (0, 1), value=pad)
-        column, counts = torch.arange(columns, device=flat.device), self.counts[:, None]
+        column = torch.arange(columns, device=flat.device)
+        counts = self.counts[:, None]
         begins = self.offsets
         if begins is None:
             begins = torch.arange(len(self) + 1, device=flat.device) * self.values.shape[1]

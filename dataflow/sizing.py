@@ -192,7 +192,8 @@ class Sizer:
     def _nearest(self, batch: Any) -> list[str]:
         """Suggest the missing source that each unused key of the batch may be a misspelling of."""
         keys = keys_of(batch)
-        missing, found = self._names - keys, list[str]()
+        missing = self._names - keys
+        found = list[str]()
         for key in sorted(keys - self._names):
             is_value = isinstance(batch, Mapping) or not callable(inspect.getattr_static(batch, key, None))
             if is_value and (near := hint(key, missing)):
@@ -203,7 +204,8 @@ class Sizer:
         """Read all sources that determine a size, and compare them."""
         found = _Comparison()
         for axis, gauges in zip(self._leads, self._gauges, strict=True):
-            sizes, count = list[tuple[Gauge, int]](), len(found.misfits)
+            sizes = list[tuple[Gauge, int]]()
+            count = len(found.misfits)
             for one in gauges:
                 value = one.source.read(batch, side)
                 if fault := one.misfit(value):
@@ -222,7 +224,9 @@ class Sizer:
         """Describe which size of an axis each slot has, those that differ from most others first."""
         factor = self._factor_of(axis, sizes)
         agree = collections.Counter(one.exact(size) for one, size in sizes)
-        groups, parts, before = dict[tuple[Dim, int], list[str]](), list[str](), None
+        groups = dict[tuple[Dim, int], list[str]]()
+        parts = list[str]()
+        before = None
         for one, size in sorted(sizes, key=lambda each: agree[each[0].exact(each[1])]):
             groups.setdefault((one.declared if factor else one.written, size), []).append(repr(one.slot))
         for (dim, size), slots in groups.items():
@@ -321,10 +325,6 @@ class Limit:
     slot: Slot
     source: Source
     most: int
-
-    def allow(self, batch: Any, side: Side) -> bool:
-        """Return whether a batch respects the limit."""
-        return self._over(self.source.read(batch, side)) is None
 
     def check(self, batch: Any, side: Side = NO_SIDE) -> None:
         """Raise BatchError if host data of the batch exceeds the limit. Writes nothing."""

@@ -228,7 +228,8 @@ class Slot:
 
     def faults(self) -> Iterator[str]:
         """Yield each fault of the slot by itself, with a way to fix it."""
-        dtype, limit = resolve_dtype(self.dtype, Capabilities()), self.limit
+        dtype = resolve_dtype(self.dtype, Capabilities())
+        limit = self.limit
         for value in self.declared_values():
             yield from value_faults(value, dtype)
         if self.rewritten and self.restored:
@@ -262,7 +263,8 @@ class Slot:
 
     def declared_values(self) -> Iterator[Value]:
         """Yield the initial value, and then the values that the tail may hold."""
-        initial, rule = self.initial(), self.rule()
+        initial = self.initial()
+        rule = self.rule()
         yield initial
         yield from self.poison if isinstance(self.poison, tuple) else ()
         if isinstance(rule, Pad | Once) and rule.value is not initial:
@@ -434,8 +436,10 @@ def _field(kind: SlotOrGroup, faults: list[str], *, init: bool, default: Any) ->
 
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     """Make the field of a slot, or of a group. If a parameter is invalid, a stand-in slot reports the faults."""
-    suited, faults = dict[str, Any](), list[str]()
-    default, group = given.get("default", attrs.NOTHING), given.get("group")
+    suited = dict[str, Any]()
+    faults = list[str]()
+    default = given.get("default", attrs.NOTHING)
+    group = given.get("group")
     if isinstance(group, Group):
         slots = dict[str, Slot]()
         for name in group.names:
@@ -444,7 +448,8 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
             faults += field.metadata[FAULTS]
         return _field(slots, faults, init="init" not in given, default=default)
     for parameter in attrs.fields(kind):
-        name, convert = parameter.name, parameter.converter
+        name = parameter.name
+        convert = parameter.converter
         if name in given and callable(convert):
             try:
                 suited[name] = convert(given[name])
@@ -466,7 +471,8 @@ def named_slots(declared: Mapping[str, SlotOrGroup]) -> dict[str, Slot]:
 
     If a function of a group's slot has a parameter that names a group, it takes that group's slot of the same name.
     """
-    found, groups = dict[str, Slot](), [name for name, kind in declared.items() if isinstance(kind, Mapping)]
+    found = dict[str, Slot]()
+    groups = [name for name, kind in declared.items() if isinstance(kind, Mapping)]
     for name, kind in declared.items():
         if isinstance(kind, Slot):
             found[name] = kind

@@ -60,7 +60,8 @@ def rows_of_requests(slot: Slot, sizes: Sizes) -> tuple[int, int] | None:
     """Return the dim of a slot whose rows belong to requests and the rows of each request, or None."""
     requests = sizes.get(BATCH, 0)
     for dim in slot.varying if requests else ():
-        one, size = {**sizes, BATCH: 1, TOKENS: sizes.get(TOKENS, 0) // requests}, slot.shape[dim]
+        one = {**sizes, BATCH: 1, TOKENS: sizes.get(TOKENS, 0) // requests}
+        size = slot.shape[dim]
         if all(axis.fixed or axis in {BATCH, TOKENS} for axis in size.axes):
             each = size.at(one)
             return (dim, each) if each * requests == size.at(sizes) else None
@@ -114,21 +115,26 @@ class Transition:
             views: The slots at their padded sizes.
             sizes: The padded sizes.
         """
-        known, made = {SETTINGS: declaration.settings, **views}, dict[str, torch.Tensor]()
+        known = {SETTINGS: declaration.settings, **views}
+        made = dict[str, torch.Tensor]()
         self.sources: dict[str, tuple[Buffer, int]] = {}
-        self._declaration, self._buffers, self._sizes = declaration, buffers, sizes
+        self._declaration = declaration
+        self._buffers = buffers
+        self._sizes = sizes
         self._computations: list[Computation] = []
         for rule in rules:
             if rule.source:
                 source = buffers.following(rule.source) if rule.source in made else buffers[rule.source]
             else:
-                source, given = buffers.following(rule.slot), declaration.rules[rule.slot]
+                source = buffers.following(rule.slot)
+                given = declaration.rules[rule.slot]
                 view = source.view(sizes)
                 self._computations.append(Computation.bind(rule.slot, declaration, {**known, **made}, view, given))
                 made[rule.slot] = view
             self.sources[rule.slot] = source, rule.add
         read = {(need, one.slot) for one in self._computations for need in one.compute.needs}
-        names, others = {need for need, _ in read}, {need for need, slot in read if need != slot}
+        names = {need for need, _ in read}
+        others = {need for need, slot in read if need != slot}
         self._apart = [] if lanes is None else [name for name in self.sources if name not in lanes]
         self._written: dict[str, torch.Tensor] = {}
         with outside_inference():
@@ -158,7 +164,8 @@ class Transition:
 
     def _mask(self, name: str) -> Mask:
         """Make the mask that selects the live rows of a slot."""
-        slot, view = self._declaration.slots[name], self._buffers[name].view(self._sizes)
+        slot = self._declaration.slots[name]
+        view = self._buffers[name].view(self._sizes)
         mask = list[tuple[torch.Tensor, int]]()
         with outside_inference():
             for dim in slot.varying:
@@ -214,18 +221,22 @@ class Transition:
         self._compute(counts, *moves)
         for slot in self._apart:
             buffer, add = self.sources[slot]
-            target, source = self._words_of(self._buffers[slot]), self._words_of(buffer)
+            target = self._words_of(self._buffers[slot])
+            source = self._words_of(buffer)
             is_live = _below(self._masks[slot], counts, *moves)
             value = source + _wrapped(add, source.dtype) if add else source
             torch.where(is_live, value, target, out=target)
 
     def of(self, live: Sizes, lanes: Collection[str] = ()) -> Callable[[], None]:
         """Return a call that advances the live rows of slots with rules, except lanes, which the kernel advances."""
-        counts, adds = self._declaration.counts(live), dict[int, list[torch.Tensor]]()
-        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+        counts = self._declaration.counts(live)
+        adds = dict[int, list[torch.Tensor]]()
+        targets = list[torch.Tensor]()
+        sources = list[torch.Tensor]()
         for slot in self.sources.keys() - {*lanes}:
             buffer, add = self.sources[slot]
-            target, source = words(self._buffers[slot].view(live)), words(buffer.view(live))
+            target = words(self._buffers[slot].view(live))
+            source = words(buffer.view(live))
             if source.data_ptr() != target.data_ptr():
                 targets.append(target)
                 sources.append(source)

@@ -155,7 +155,8 @@ class Viewer(Generic[T]):
 
 def carried(fields: Mapping[str, Field], batch: Any) -> dict[str, Any]:
     """Return the fields that are not slots: the batch's values, else the defaults. Fields with neither are left out."""
-    found, plain = {}, type(batch) is dict
+    found = {}
+    plain = type(batch) is dict
     for name, field in fields.items():
         value = batch.get(name) if plain and field.convert is None else None
         if value is None:
@@ -167,7 +168,8 @@ def carried(fields: Mapping[str, Field], batch: Any) -> dict[str, Any]:
 
 def live_values(values: Mapping[str, Any], declaration: Declaration, info: ViewInfo) -> dict[str, Any]:
     """Return copies of a view's batch values: the live rows of copied slots, and the fields."""
-    sizes, found = {**info.step.padded_sizes, **info.step.live_sizes}, dict[str, Any]()
+    sizes = {**info.step.padded_sizes, **info.step.live_sizes}
+    found = dict[str, Any]()
     for name in declaration.sources:
         tensor = values.get(name)
         rows = map(slice, extent(declaration.slots[name].shape, sizes))
@@ -183,7 +185,8 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
     """
     if info is None:
         raise BatchError("only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself")
-    sizes, every = info.step.padded_sizes, _all_ranges(info, ranges)
+    sizes = info.step.padded_sizes
+    every = _all_ranges(info, ranges)
     for name in info.whole:
         if not declared[name].axes.isdisjoint(every):
             raise BatchError(
@@ -198,7 +201,8 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
     live = {axis: min(max(info.step.live_sizes[axis] - a, 0), b - a) for axis, (a, b) in every.items()}
     padded = {axis: stop - start for axis, (start, stop) in every.items()}
     step = Step({**info.step.live_sizes, **live}, {**sizes, **padded})
-    made, values = type(view).__new__(type(view)), _cut(view.__dict__, declared, info, every, step)
+    made = type(view).__new__(type(view))
+    values = _cut(view.__dict__, declared, info, every, step)
     for group in info.declaration.groups:
         values.pop(group, None)
     values.update(info.declaration.grouped(values), _slotgraph_view=attrs.evolve(info, step=step))
@@ -208,7 +212,8 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
 
 def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
     """Add the ranges on axes that follow from the given ones. Raise BatchError for rows that do not exist."""
-    sizes, every = info.step.padded_sizes, dict(ranges)
+    sizes = info.step.padded_sizes
+    every = dict(ranges)
     for axis, (start, stop) in ranges.items():
         if axis not in sizes:
             near = did_you_mean(axis, map(str, sizes))
@@ -227,7 +232,9 @@ def _cut(
     values: Mapping[str, Any], declared: Mapping[str, Slot], info: ViewInfo, ranges: Ranges, step: Step
 ) -> dict[str, Any]:
     """Return the values of a micro-batch: slices, and the computed slots that can be computed for it."""
-    made, slots, functions = dict(values), info.declaration.slots, info.declaration.functions
+    made = dict(values)
+    slots = info.declaration.slots
+    functions = info.declaration.functions
     for name in (name for name in declared if name not in functions):
         tensor = values.get(name)
         made[name] = None if tensor is None else _slice(name, declared[name], tensor, info, ranges)
@@ -238,7 +245,8 @@ def _cut(
     for name, compute in functions.items():
         if values.get(name) is None or name.startswith(LIVE_ROWS):
             continue
-        slot, brought = declared[name], [need for need in compute.needs if need in slots]
+        slot = declared[name]
+        brought = [need for need in compute.needs if need in slots]
         on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
         if not info.captured or on_device:
             with outside_inference():

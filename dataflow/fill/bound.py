@@ -184,7 +184,8 @@ class BoundPlan:
 
     def write(self, taken: Taken, live: Live, batch: Any) -> None:  # noqa: C901 - calls within would take longer
         """Write the sources from `take`, and run host functions. Raise ComputeError if a function raises."""
-        bucket, writers = self._bucket, self._writers
+        bucket = self._bucket
+        writers = self._writers
         clean = self._buffers.clean
         if writers.distrusts:
             clean.forget()

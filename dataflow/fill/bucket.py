@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ..admission import Admitted, check_sources, placed
-from ..axes import BATCH, Dim, Live, Sizes, Step
+from ..axes import BATCH, Live, Sizes, Step
 from ..buffers import Buffer, Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, PackedValue, Results, ResultTail, words
@@ -45,7 +45,7 @@ from ..views import Aliases, Views, alias
 from .bound import BoundPlan, Functions, Writers, order_of
 from .kinds import KindTable, SourceKinds
 from .packing import Carried, Packing
-from .reach import Reach, Rows, reach_of
+from .reach import Rows, reach_of
 from .ways import Chooser, Way
 from .writers import (
     Copies,
@@ -170,7 +170,8 @@ class Bucket:
         self._last_step: tuple[Live, Step] | None = None
 
     def _views(self, sizes: Sizes) -> Views:
-        names, absent = self.declaration.slots, self.absent
+        names = self.declaration.slots
+        absent = self.absent
         views = {name: None if name in absent else self.buffers[name].view(sizes) for name in names}
         return {**dict.fromkeys(self.declaration.disabled), **views}
 
@@ -178,29 +179,22 @@ class Bucket:
         """Make tensors of the live rows of the slots that are present."""
         found = dict(self.views)
         with outside_inference():
-            for reach, tensors in self._along_first:
-                rows = slice(reach(live))
+            for rows, tensors in self._alike:
+                index = rows.index(live)
                 for name, tensor in tensors:
-                    found[name] = tensor[rows]
-            for name, tensor, along in self._along_others:
-                found[name] = along.cut(tensor, live) if along.dims else tensor.detach()
+                    found[name] = tensor[index] if rows.dims else tensor.detach()
         return found
 
     @functools.cached_property
-    def _along_first(self) -> list[tuple[Reach, list[tuple[str, torch.Tensor]]]]:
-        """The slots that are present and vary along their first dim alone, by their rows."""
-        found = dict[Dim, tuple[Reach, list[tuple[str, torch.Tensor]]]]()
+    def _alike(self) -> list[tuple[Rows, list[tuple[str, torch.Tensor]]]]:
+        """The slots that are present, by their rows."""
+        found = dict[Any, tuple[Rows, list[tuple[str, torch.Tensor]]]]()
         for name, rows in self.rows.items():
-            if rows.dims == (0,) and self.views[name] is not None:
-                _, alike = found.setdefault(rows.sizes[0], (rows.reaches[0], []))
-                alike.append((name, self.buffers[name].tensor))
+            if self.views[name] is not None:
+                key = rows.dims, *(rows.sizes[dim] for dim in rows.dims)
+                _, tensors = found.setdefault(key, (rows, []))
+                tensors.append((name, self.buffers[name].tensor))
         return [*found.values()]
-
-    @functools.cached_property
-    def _along_others(self) -> list[tuple[str, torch.Tensor, Rows]]:
-        """The other slots that are present."""
-        there = [(name, rows) for name, rows in self.rows.items() if rows.dims != (0,) and self.views[name] is not None]
-        return [(name, self.buffers[name].tensor, rows) for name, rows in there]
 
     def part(self, left: frozenset[str]) -> "Bucket":
         """Make a copy of the bucket whose fills leave some slots as they are."""
@@ -218,9 +212,11 @@ class Bucket:
         """Return the tensors for steps of these sizes. An exact bucket caches only the last result."""
         last = self._last
         if last is None or (self.exact and last.live != live):
-            views, anew = self.views, None
+            views = self.views
+            anew = None
             if self.exact:  # a size is often used in one step only, so aliases are made at the second use
-                views, anew = self._views_of(live), functools.partial(self._views_of, live)
+                views = self._views_of(live)
+                anew = functools.partial(self._views_of, live)
             last = self._last = ShownSlots(live, Aliases(views, anew), self._functions(views))
         return last
 
@@ -321,7 +317,8 @@ class Bucket:
         on_device = [*resets(self.declaration, views, self.sizes, self._capabilities)]
         if not (self.plan.computed or on_device):
             return NO_FUNCTIONS
-        on_host, packed = list[Computation](), list[PackedValue]()
+        on_host = list[Computation]()
+        packed = list[PackedValue]()
         for one, computation in self.computations(views, [one.slot for one in self._computed if one.packed]):
             if one.packed:
                 packed.append(PackedValue.of(computation))
@@ -334,7 +331,8 @@ class Bucket:
 
         Slots in `last` are computed after the others: of a function that fills several, the first slot makes the call.
         """
-        declaration, results = self.declaration, Results()
+        declaration = self.declaration
+        results = Results()
         known = {SETTINGS: declaration.settings, RANKS: declaration.ranks, **self.frozen, **views}
         for one in sorted(self._computed, key=lambda one: one.slot in last):
             bind = functools.partial(Computation.bind, one.slot, declaration, known, alias(known[one.slot]))
@@ -352,7 +350,8 @@ class Bucket:
         found = dict[str, ResultTail]()
         for one in () if self.exact else self.plan.computed:
             if one.pad is not None:
-                slot, dtype = self.declaration.slots[one.slot], self.buffers[one.slot].tensor.dtype
+                slot = self.declaration.slots[one.slot]
+                dtype = self.buffers[one.slot].tensor.dtype
                 axes = tuple(axis for axis in slot.axes if not axis.fixed)
                 word = words(torch.full((), one.pad, dtype=dtype, device="cpu")).item()
                 found[one.slot] = ResultTail(axes, Rows(slot, axes, self.sizes), word)
@@ -394,8 +393,10 @@ class Bucket:
             return attrs.evolve(lane, inner=lane.row)
         if not slot.varying:
             return lane
-        counted, shape = self.declaration.counted, lane.target.shape
-        first, last = slot.varying[0], slot.varying[-1]
+        counted = self.declaration.counted
+        shape = lane.target.shape
+        first = slot.varying[0]
+        last = slot.varying[-1]
         lane = attrs.evolve(lane, count=counted.index(slot.shape[last]))
         if first != last:
             return attrs.evolve(lane, within=math.prod(shape[first + 1 : last]), owns=counted.index(slot.shape[first]))
@@ -463,6 +464,7 @@ class Bucket:
             is_packed = name in self._room and (is_lane or not self.lowering.has_kernel)
             chooser = Chooser(
                 to,
+                places[name],
                 self.rows[name],
                 self.buffers,
                 functools.partial(self._rows_kept, to),
@@ -471,7 +473,7 @@ class Bucket:
                 is_packed=is_packed,
                 move=self._move(name),
             )
-            ways.append(chooser.choose(places[name], source, tensor))
+            ways.append(chooser.choose(source, tensor))
         return ways
 
     def _move(self, name: str) -> Move | None:
@@ -480,7 +482,8 @@ class Bucket:
 
     def _rows_kept(self, to: Buffer) -> int:
         """Return how many rows of a slot are those of the last batch, which nothing else can have written since."""
-        slot, live = to.slot, self.buffers.clean.last_of(self)
+        slot = to.slot
+        live = self.buffers.clean.last_of(self)
         may_differ = to.foreign or to.pooled or slot.rewritten or slot.restored or to.name in self.declaration.rules
         return 0 if may_differ or live is None else self.rows[to.name].shape[0](live)
 
@@ -509,10 +512,12 @@ class Bucket:
 
     def _writers(self, plan: FillPlan, ways: Sequence[Way]) -> Writers:
         """Make the writers of a plan."""
-        order, packing = order_of(ways), None
+        order = order_of(ways)
+        packing = None
         if self.lowering.has_kernel or plan.packed:
             packing = self._packing(plan, ways, order)
-        early, late = list[Copies](), list[Copies]()
+        early = list[Copies]()
+        late = list[Copies]()
         for group in _merged(plan):
             names = set(group.slots).difference(self.left)
             ways_of_group = [way for way in ways if way.slot in names and not way.in_place]
@@ -539,7 +544,8 @@ class Bucket:
         carried = list[Carried]()
         for way in ways:
             if way.is_bytes and (way.slot in self.fused or way.slot in plan.packed):
-                rows, is_ragged = self.rows[way.slot], way.pace == RAGGED
+                rows = self.rows[way.slot]
+                is_ragged = way.pace == RAGGED
                 carried.append(Carried(way.slot, way.target, way.dtype, rows, None, way.place, is_ragged))
         carried.sort(key=operator.attrgetter("is_ragged"))  # what comes behind them moves with their lengths
         for one in () if self.partial else self._computed:
@@ -582,7 +588,8 @@ class Bucket:
 
     def _tails(self, tails: Sequence[TailReset], copied: Collection[str]) -> list[Tails]:
         """Make the writers that reset some tails. `copied` names slots whose live rows are copied afterwards."""
-        direct, others = list[TailOf](), list[TailOf]()
+        direct = list[TailOf]()
+        others = list[TailOf]()
         for one in tails:
             tail = TailOf(self.buffers[one.slot].tensor, self.rows[one.slot], one.value, one.slot in copied)
             (direct if one.slot in self._direct else others).append(tail)

@@ -284,7 +284,8 @@ class KindTable:
         often = collections.Counter(map(id, sources))
         sizes = dict[Dim, SizesAlike]()
         for number, place in enumerate(present):
-            rows, source = self._rows[place], sources[place]
+            rows = self._rows[place]
+            source = sources[place]
             is_guarded = isinstance(source, torch.Tensor) and often[id(source)] == 1
             dims = rows.dims if is_guarded else range(len(rows.shape))  # the guard checks all other dims
             for dim in dims:

@@ -110,7 +110,9 @@ class Packing:
         self._start = rounded(head_bytes(len(lanes), len(counted)))
         self._base = feed.upload.packet.data_ptr()
         by_slot = {way.slot: way for way in ways if not way.in_place}
-        codes, paces, picked = list[int](), list[int](), list[int]()
+        codes = list[int]()
+        paces = list[int]()
+        picked = list[int]()
         places = {one.slot: len(order) + number for number, one in enumerate(carried)}
         nowhere = len(order) + len(carried)
         for lane in lanes:
@@ -165,7 +167,8 @@ class Packing:
 
     def _starts(self, live: Live, nbytes: Sequence[int] = ()) -> list[int]:
         """Return the offset of each part in the packet. nbytes: The bytes of the first parts, if they are known."""
-        starts, start = list[int](), self._start
+        starts = list[int]()
+        start = self._start
         for number, one in enumerate(self._carried):
             starts.append(start)
             start += rounded(nbytes[number] if number < len(nbytes) else one.nbytes(live))

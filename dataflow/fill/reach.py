@@ -81,19 +81,22 @@ class Rows:
         """Return the size along every dim."""
         return tuple([reach(live) for reach in self.shape])
 
+    def index(self, live: Live) -> slice | tuple[slice, ...]:
+        """Return the index of the live rows in the slot's buffer."""
+        if self.dims == (0,):
+            return slice(self.reaches[0](live))
+        return index_of(self.dims, tuple([(0, reach(live)) for reach in self.reaches])) if self.dims else ()
+
     def cut(self, tensor: torch.Tensor, live: Live) -> torch.Tensor:
         """Slice the live rows of the slot's buffer."""
-        if self.dims == (0,):
-            return tensor[: self.reaches[0](live)]
-        if len(self.dims) == 1:
-            return tensor.narrow(self.dims[0], 0, self.reaches[0](live))
-        return tensor[index_of(self.dims, tuple([(0, reach(live)) for reach in self.reaches]))] if self.dims else tensor
+        return tensor[self.index(live)]
 
     def tails(self, tensor: torch.Tensor, live: Live, padded: Live) -> Iterator[torch.Tensor]:
         """Slice the padded rows of the slot's buffer, in parts that do not overlap."""
         if len(self.dims) == 1:
             reach = self.reaches[0]
-            start, stop = reach(live), reach(padded)
+            start = reach(live)
+            stop = reach(padded)
             if start < stop:
                 yield tensor[start:stop] if self.dims == (0,) else tensor.narrow(self.dims[0], start, stop - start)
             return

@@ -56,16 +56,18 @@ class Chooser:
 
     Attributes:
         to: The slot's buffer.
+        place: The source's index among those of a batch.
         rows: The slot's rows.
         buffers: All buffers, which sources may overlap.
+        kept: Returns how many of the slot's rows are those of the last batch.
         is_direct: Whether the slot is written by its address in host memory.
         is_lane: Whether the fill kernel writes the slot.
         is_packed: Whether a packet takes the slot's host data.
-        kept: Returns how many of the slot's rows are those of the last batch.
         move: Copies other host data to the device, or None if the device has no uploads.
     """
 
     to: Buffer
+    place: int
     rows: Rows
     buffers: Buffers
     kept: Callable[[], int]
@@ -74,80 +76,83 @@ class Chooser:
     is_packed: bool = False
     move: Move | None = None
 
-    def choose(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
-        """Choose the way of a source, which was admitted as `tensor`."""
-        to = self.to
-        target, own = to.tensor, to.tensor.dtype
-        if isinstance(source, torch.Tensor) and is_in_place(source, to):
-            return Way(to.name, target, place, own, in_place=True)
-        if self.is_direct:
-            return self._to_the_host(place, source, tensor)
-        if is_hosted(to, source):
-            return self._to_the_device(place, source, tensor)
-        return self._from_an_address(place, source)
+    @property
+    def _own(self) -> torch.dtype:
+        """The slot's dtype."""
+        return self.to.tensor.dtype
 
-    def _from_an_address(self, place: int, source: torch.Tensor) -> Way:
+    def _way(self, dtype: torch.dtype, *convert: Any, **properties: Any) -> Way:
+        """Make a way to the slot. `convert` is the function, and the slot's rows if the function takes the shape."""
+        return Way(self.to.name, self.to.tensor, self.place, dtype, *convert, **properties)
+
+    def choose(self, source: Any, tensor: torch.Tensor) -> Way:
+        """Choose the way of a source, which was admitted as `tensor`."""
+        if is_in_place(source, self.to):
+            return self._way(self._own, in_place=True)
+        if self.is_direct:
+            return self._to_the_host(source, tensor)
+        if is_hosted(self.to, source):
+            return self._to_the_device(source, tensor)
+        return self._from_an_address(source)
+
+    def _from_an_address(self, source: torch.Tensor) -> Way:
         """Choose the way of a tensor on its slot's device."""
-        to, own = self.to, self.to.tensor.dtype
         is_plain = not (source.is_neg() or source.is_conj())  # a copy of raw bytes would lose the negation
         if is_plain and not self.is_lane:
-            return Way(to.name, to.tensor, place, source.dtype)
-        if is_plain and lane_takes(to, source.dtype):
+            return self._way(source.dtype)
+        if is_plain and lane_takes(self.to, source.dtype):
             if source.is_contiguous():
-                return Way(to.name, to.tensor, place, source.dtype)
-            varying = to.slot.varying
+                return self._way(source.dtype)
+            varying = self.to.slot.varying
             pace = row_stride(source, varying[-1]) if varying else None
             if pace is not None:
-                return Way(to.name, to.tensor, place, source.dtype, pace=pace)
-        return Way(to.name, to.tensor, place, own, _plain_copy(own))
+                return self._way(source.dtype, pace=pace)
+        return self._way(self._own, _plain_copy(self._own))
 
-    def _to_the_host(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
+    def _to_the_host(self, source: Any, tensor: torch.Tensor) -> Way:
         """Choose the way to a slot in host memory, which no kernel writes."""
-        to, own = self.to, self.to.tensor.dtype
-        lies_first = to.slot.varying in ((), (0,))
         if isinstance(source, torch.Tensor):
             if source.is_neg() or source.is_conj():
-                return Way(to.name, to.tensor, place, source.dtype, _plain_copy(source.dtype))
-            is_piece = has_few_rows(to) and source.dtype == own and source.is_contiguous()
-            return Way(to.name, to.tensor, place, source.dtype, is_piece=is_piece)
-        convert = self._bytes_of(source, tensor) if lies_first and tensor.dtype == own else None
+                return self._way(source.dtype, _plain_copy(source.dtype))
+            is_piece = has_few_rows(self.to) and source.dtype == self._own and source.is_contiguous()
+            return self._way(source.dtype, is_piece=is_piece)
+        lies_first = self.to.slot.varying in ((), (0,))
+        convert = self._bytes_of(source, tensor) if lies_first and tensor.dtype == self._own else None
         if convert is not None:
-            return Way(to.name, to.tensor, place, own, convert, is_bytes=True, is_piece=True)
-        return Way(to.name, to.tensor, place, own, self._dense, self.rows)
+            return self._way(self._own, convert, is_bytes=True, is_piece=True)
+        return self._way(self._own, self._dense, self.rows)
 
-    def _to_the_device(self, place: int, source: Any, tensor: torch.Tensor) -> Way:
+    def _to_the_device(self, source: Any, tensor: torch.Tensor) -> Way:
         """Choose the way of host data to a slot on a device: in the packet, by a separate upload, or by a copy."""
-        to, own = self.to, self.to.tensor.dtype
-        if self.is_packed:
-            if self.is_lane and self.rows.ragged and is_ragged(source):
-                pack = functools.partial(bytes_of_ragged, to.slot, own, self.kept)
-                return Way(to.name, to.tensor, place, own, pack, self.rows, is_bytes=True, pace=RAGGED)
-            is_taken = lane_takes(to, tensor.dtype) if self.is_lane else tensor.dtype == own
-            convert = self._bytes_of(source, tensor) if is_taken else None
-            if convert is not None:
-                return Way(to.name, to.tensor, place, tensor.dtype, convert, is_bytes=True)
-            return Way(to.name, to.tensor, place, own, self._dense_bytes, self.rows, is_bytes=True)
-        return Way(to.name, to.tensor, place, own, self._moved, self.rows)
+        if not self.is_packed:
+            return self._way(self._own, self._moved, self.rows)
+        if self.is_lane and self.rows.ragged and is_ragged(source):
+            pack = functools.partial(bytes_of_ragged, self.to.slot, self._own, self.kept)
+            return self._way(self._own, pack, self.rows, is_bytes=True, pace=RAGGED)
+        is_taken = lane_takes(self.to, tensor.dtype) if self.is_lane else tensor.dtype == self._own
+        convert = self._bytes_of(source, tensor) if is_taken else None
+        if convert is not None:
+            return self._way(tensor.dtype, convert, is_bytes=True)
+        return self._way(self._own, self._dense_bytes, self.rows, is_bytes=True)
 
     def _bytes_of(self, source: Any, tensor: torch.Tensor) -> Convert | None:
         """Choose the function that converts host data to bytes directly, or None if it must become a tensor first."""
-        own = self.to.tensor.dtype
         if isinstance(source, torch.Tensor):
             is_plain = source.is_contiguous() and not source.is_neg() and not source.is_conj()
             return bytes_of_tensor if is_plain else None
         if type(source) is np.ndarray:
             return np.ndarray.tobytes
-        if type(source) in (list, tuple) and tensor.dim() == 1 and tensor.dtype == own:
+        if type(source) in (list, tuple) and tensor.dim() == 1 and tensor.dtype == self._own:
             try:
-                bytes_of_list(source, own)
+                bytes_of_list(source, self._own)
             except NOT_CARRIED:  # such as floats for an integer slot
                 return None
-            return _packer_of_lists(own)
+            return _packer_of_lists(self._own)
         return None
 
     def _dense(self, source: Any, shape: Extent) -> torch.Tensor:
         """Make a host tensor of a shape and the slot's dtype from any host data. It shares no memory with slots."""
-        return dense_of(admitted(self.to, source, shape), self.to.tensor.dtype, self.buffers)
+        return dense_of(admitted(self.to, source, shape), self._own, self.buffers)
 
     def _dense_bytes(self, source: Any, shape: Extent) -> bytes:
         """Make bytes of host data."""

@@ -182,7 +182,8 @@ class ForeachCopies(Copies):
         self._cut = list[tuple[int, torch.Tensor, Rows]]()
         found = dict[Dim, tuple[Reach, list[tuple[torch.Tensor, tuple[int, ...]]]]]()
         for place, way in enumerate(ways):
-            along, target = rows[way.slot], self._targets[place]
+            along = rows[way.slot]
+            target = self._targets[place]
             if along.dims == (0,) and target.is_contiguous():
                 _, alike = found.setdefault(along.sizes[0], (along.reaches[0], []))
                 alike.append((target, tuple(target.shape[1:])))
@@ -194,7 +195,8 @@ class ForeachCopies(Copies):
         """Copy the live rows."""
         if live != self._live:
             self._move(live)
-        targets, sources = self._targets, self._choose(taken[0])
+        targets = self._targets
+        sources = self._choose(taken[0])
         if self._parts:
             sources = (*sources, *self._parts)
         if len(targets) == 1:  # torch has no foreach copy of some dtypes
@@ -232,13 +234,15 @@ class HostTails(Tails):
         pieces = dict[tuple[Dim, int, bytes], tuple[Reach, int, memoryview, list[memoryview]]]()
         found = dict[Dim, tuple[Reach, list[tuple[npt.NDArray[Any], tuple[slice, ...], Any]]]]()
         for one in tails:
-            array, word = bits_of(one.target), bits_of_number(one.value, one.target.dtype)
+            array = bits_of(one.target)
+            word = bits_of_number(one.value, one.target.dtype)
             dims = one.rows.dims
             outer = math.prod(array.shape[: dims[0]]) if dims else 0
             is_small = 0 < array.nbytes <= _MOST_PATTERN and outer <= FEW_ROWS and one.target.is_contiguous()
             if len(dims) == 1 and is_small:
                 size = array.nbytes // outer
-                row, pattern = size // array.shape[dims[0]], word.tobytes() * (array.size // outer)
+                row = size // array.shape[dims[0]]
+                pattern = word.tobytes() * (array.size // outer)
                 key = one.rows.sizes[dims[0]], row, pattern
                 _, _, _, alike = pieces.setdefault(key, (one.rows.reaches[0], row, memoryview(pattern), []))
                 memory = array.reshape(-1).view(np.uint8).data
@@ -254,7 +258,8 @@ class HostTails(Tails):
     def reset(self, live: Live, dirty: Live) -> None:
         """Write the rows that may be dirty."""
         for reach, row, pattern, slots in self._pieces:
-            start, stop = reach(live) * row, reach(dirty) * row
+            start = reach(live) * row
+            stop = reach(dirty) * row
             if start < stop:
                 values = pattern[start:stop]
                 for slot in slots:
@@ -298,7 +303,8 @@ class SlicedTails(Tails):
 
     def _slice(self, tails: Sequence[TailOf], live: Live) -> "TailSlices":
         """Slice the padded rows. A tail of -0.0 is not zeroed: its bytes differ from those of 0."""
-        zeros, others = list[torch.Tensor](), list[tuple[torch.Tensor, Number]]()
+        zeros = list[torch.Tensor]()
+        others = list[tuple[torch.Tensor, Number]]()
         with outside_inference():
             for tail in tails:
                 is_zero = tail.value == 0 and math.copysign(1.0, tail.value) > 0
