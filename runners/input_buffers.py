@@ -13,7 +13,8 @@ from ..dataflow.axes import BATCH, TOKENS, Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import AUTO, LoweringName
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
-from ..dataflow.fill.bucket import Bucket, run_all, table_for
+from ..dataflow.fill.bucket import Bucket, run_all
+from ..dataflow.fill.kinds import KindTable
 from ..dataflow.inputs import V
 from ..dataflow.plan import NONE, Absent, FillPlan
 from ..dataflow.sizing import Sizer
@@ -329,7 +330,7 @@ class Layer(Generic[V]):
             sizer = self.sizer(frozenset())
         except DeclarationError:  # no source determines an axis: each fill gets its size as `live=`
             sizer = None
-        self.table = table_for(stage.declaration, capacity, sizer)
+        self.table = KindTable(stage.declaration, capacity, sizer)
         self.reader = Reader(stage, self.table, lambda batch, side: self.live(batch, NO_SIZES, side))
         self.filler = Filler(stage, buffers, lowering, [capacity], self.table)
         self.checks_fields = bool(stage.declaration.checked_fields)

@@ -36,7 +36,6 @@ from ..plan import (
     packed_bytes,
     plan_fill,
 )
-from ..sizing import Sizer
 from ..slots import Slot
 from ..sources import NO_SIDE, RANKS, SETTINGS, STEP, Side, Sources
 from ..tails import Number
@@ -69,17 +68,6 @@ Given = Mapping[str, torch.Tensor]
 MOST_PLANS: Final = 4
 """Bound plans that one bucket keeps for batches of the same kinds, since a source may be a slot's own memory or not."""
 _SIZES: Final = frozenset({STEP, SETTINGS})  # a function that takes only these depends only on sizes
-
-
-def rows_of(declaration: Declaration, sizes: Sizes) -> Mapping[str, Rows]:
-    """Return the rows of every slot, as functions of live sizes."""
-    fixed = {axis: size for axis, size in sizes.items() if axis.fixed}
-    return {name: Rows(slot, declaration.varying, fixed) for name, slot in declaration.slots.items()}
-
-
-def table_for(declaration: Declaration, sizes: Sizes, sizer: Sizer | None = None) -> KindTable:
-    """Make the table of kinds of a declaration's batches. `sizes` needs the fixed axes."""
-    return KindTable(declaration, rows_of(declaration, sizes), sizer)
 
 
 @attrs.frozen(eq=False)
@@ -152,7 +140,7 @@ class Bucket:
         self.left: frozenset[str] = frozenset()
         self.frozen = frozen
         self.feed = feed
-        self.table = table_for(declaration, sizes) if table is None else table
+        self.table = KindTable(declaration, sizes) if table is None else table
         self.rows = self.table.rows
         self._capabilities = capabilities
         self._packs = self.lowering.has_kernel or (capabilities.packed_uploads and self.lowering.copies != "direct")
@@ -233,10 +221,6 @@ class Bucket:
             last = self._last_step = live, Step(known, known if self.exact else self._padded_sizes)
         return last[1]
 
-    def has_room(self, live: Live) -> bool:
-        """Return whether the bucket has room for a batch."""
-        return all(map(operator.le, live, self.padded))
-
     def check_room(self, live: Live) -> None:
         """Raise BatchError if a batch has more rows than the bucket."""
         for axis, rows, most in zip(self.declaration.varying, live, self.padded, strict=False):
@@ -245,22 +229,28 @@ class Bucket:
 
     def admit(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken]:
         """Choose the bound plan for a batch, and take its sources. Writes nothing, and raises the errors of a fill."""
-        return self.take_known(sources, live) or self._admit_anew(sources, live, below_modes(self.table.find, sources))
+        kinds, found = below_modes(self._find, sources, live)
+        if found is not None:
+            return found
+        plan = self._bind(sources, live)
+        taken = below_modes(plan.take, sources, live)
+        if taken is None:
+            raise BatchError("sources changed while they were checked")
+        kinds = self.table.add(sources) if kinds is None else kinds
+        kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:MOST_PLANS]
+        return plan, taken
 
-    def take_known(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
-        """Take a batch's sources by a plan that was bound for its kinds. Return None if there is none."""
-        return below_modes(self._take_known, sources, live)
-
-    def _take_known(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
+    def _find(self, sources: Sources, live: Live) -> tuple[SourceKinds | None, tuple[BoundPlan, Taken] | None]:
+        """Return the kinds of sources if they are known, and the sources as taken by a plan that was bound for them."""
         kinds = self.table.find(sources)
         if kinds is None or not kinds.fit(sources, live):
-            return None
-        return self.take(kinds, sources, live)
+            return kinds, None
+        return kinds, self.take(kinds, sources, live)
 
     def take(self, kinds: SourceKinds, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
         """Take sources of known kinds and sizes. Return None if no plan was bound for them."""
         if live is not self._fits:
-            if not self.has_room(live):
+            if not all(map(operator.le, live, self.padded)):
                 return None
             self._fits = live
         plans: list[BoundPlan] = kinds.plans.get(self, [])
@@ -271,16 +261,6 @@ class Bucket:
                     kinds.plans[self] = [plan, *(other for other in plans if other is not plan)]
                 return plan, taken
         return None
-
-    def _admit_anew(self, sources: Sources, live: Live, kinds: SourceKinds | None) -> tuple[BoundPlan, Taken]:
-        """Check each source, make a plan, and bind it. Raises the errors of a fill."""
-        plan = self._bind(sources, live)
-        taken = below_modes(plan.take, sources, live)
-        if taken is None:
-            raise BatchError("sources changed while they were checked")
-        kinds = self.table.add(sources) if kinds is None else kinds
-        kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:MOST_PLANS]
-        return plan, taken
 
     def fill_slot_by_slot(self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None) -> None:
         """Fill by the oracle, including what the device computes. Raises the errors of a fill.
@@ -446,13 +426,9 @@ class Bucket:
         """Check the sources of the slots that are present, and make tensors of them. Raises as `check_sources` does."""
         asked = list[Any]()
         for name, source in zip(self.table.names, sources, strict=True):
-            if not self._is_left_out(name, source):
+            if not (name in self.absent or name in self.left or (self.partial and source is None)):
                 asked.append((self.buffers[name], source, self.rows[name].extent(live)))
         return check_sources(asked)
-
-    def _is_left_out(self, name: str, source: Any) -> bool:
-        """Return whether a slot gets no source."""
-        return name in self.absent or name in self.left or (self.partial and source is None)
 
     def _ways(self, sources: Sources, live: Live) -> list[Way]:
         """Choose how each source reaches its slot. Raise MissingSourceError or BatchError if one does not fit."""

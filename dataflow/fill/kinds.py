@@ -2,18 +2,19 @@
 
 import collections
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import attrs
 import numpy as np
 import torch
 
-from ..axes import Dim, Live
+from ..axes import Dim, Live, Sizes
 from ..declaration import Declaration
 from ..guard import Guard, dense_places, own_guard
 from ..hostdata import is_ragged, plain_rows
-from ..sizing import Sizer
+from ..sizing import Gauge, Sizer
+from ..slots import Slot
 from ..sources import Gather, Side, Sources, chosen
 from .reach import Reach, Rows
 
@@ -39,36 +40,6 @@ class SizesAlike:
 
     reach: Reach
     dims: list[tuple[int, int]]
-
-
-@attrs.frozen
-class AxisDim:
-    """The dim of a source that determines the rows of an axis: its size is `base + slope * rows`.
-
-    Attributes:
-        source: The index of the source among those that are present.
-        dim: The dim.
-        base: Its size for no rows.
-        slope: What each row adds.
-    """
-
-    source: int
-    dim: int
-    base: int
-    slope: int
-
-
-@attrs.frozen
-class Sizing:
-    """How live sizes are read.
-
-    Attributes:
-        axis_dims: The dim that determines each independent axis, or None if no source does, and there are no rows.
-        lines: By axis of the live sizes, the index of its `AxisDim`, and the base and slope of its size.
-    """
-
-    axis_dims: Sequence[AxisDim | None]
-    lines: Sequence[tuple[int, int, int]]
 
 
 def shape_of_list(value: Any) -> tuple[int, ...]:
@@ -102,15 +73,16 @@ class SourceKinds:
     __slots__ = (
         "_dense",
         "_dtypes",
+        "_gauges",
         "_guard",
         "_last",
+        "_lines",
         "_missing",
         "_of_tensors",
         "_present",
         "_ranks",
         "_readers",
         "_sizes",
-        "_sizing",
         "_types",
         "absent",
         "plans",
@@ -121,7 +93,8 @@ class SourceKinds:
         like: Sources,
         rows: Sequence[Rows],
         sizes: Sequence[SizesAlike],
-        sizing: Sizing | None,
+        gauges: Sequence[tuple[int, Gauge] | None],
+        lines: Sequence[tuple[int, int, int]],
         absent: frozenset[str],
     ) -> None:
         """Record the kinds of a batch's sources, which were admitted.
@@ -130,7 +103,10 @@ class SourceKinds:
             like: The sources, None for an absent one.
             rows: By source, the rows of its slot.
             sizes: The sizes that dims must have.
-            sizing: How live sizes are read, or None if the caller gives them.
+            gauges: By independent axis, which source that is present determines its rows, and how. None if there is no
+                such source, so that there are no rows.
+            lines: By axis of the live sizes, the index of its gauge, and the base and slope of its size. Empty if the
+                caller gives live sizes.
             absent: Optional slots that have no source.
         """
         self.absent = absent
@@ -149,7 +125,8 @@ class SourceKinds:
         self._ranks = [(number, len(rows[place].shape)) for number, place in enumerate(present) if place in others]
         self._readers = [_reader(like[place], rows[place]) for place in present] if others else None
         self._sizes = sizes
-        self._sizing = sizing
+        self._gauges = gauges
+        self._lines = lines
         self._last: tuple[Sequence[Sequence[int]] | None, Live, Guard | None] = None, (), None
 
     def read(self, sources: Sources) -> Live | None:
@@ -215,21 +192,19 @@ class SourceKinds:
     def _read(self, shapes: Sequence[Sequence[int]]) -> Live | None:
         """Read live sizes from shapes."""
         rows = list[int]()
-        sizing = self._sizing
-        if sizing is None:
-            return None
-        for axis_dim in sizing.axis_dims:
-            if axis_dim is None:
+        for found in self._gauges:
+            if found is None:
                 rows.append(0)
                 continue
-            shape = shapes[axis_dim.source]
-            if len(shape) <= axis_dim.dim:  # the lists are nested less deep than those of this kind
+            source, gauge = found
+            shape = shapes[source]
+            if len(shape) <= gauge.dim:  # the lists are nested less deep than those of this kind
                 return None
-            count, rest = divmod(shape[axis_dim.dim] - axis_dim.base, axis_dim.slope)
+            count, rest = divmod(shape[gauge.dim] - gauge.base, gauge.slope)
             if rest or count < 0:
                 return None
             rows.append(count)
-        return tuple([base + slope * rows[index] for index, base, slope in sizing.lines])
+        return tuple([base + slope * rows[index] for index, base, slope in self._lines])
 
     def _agree(self, shapes: Sequence[Sequence[int]], live: Live) -> bool:
         """Return whether each dim has the size that follows from live sizes."""
@@ -254,17 +229,23 @@ class KindTable:
         known: The kinds seen before, the latest first.
     """
 
-    def __init__(self, declaration: Declaration, rows: Mapping[str, Rows], sizer: Sizer | None = None) -> None:
-        """Make an empty table. `sizer` determines how live sizes are read; None if callers give them."""
+    def __init__(self, declaration: Declaration, sizes: Sizes, sizer: Sizer | None = None) -> None:
+        """Make an empty table.
+
+        Args:
+            declaration: The slots.
+            sizes: The sizes of the fixed axes, and perhaps of others.
+            sizer: Determines how live sizes are read. None if callers give them.
+        """
+        fixed = {axis: size for axis, size in sizes.items() if axis.fixed}
         self.names = tuple(declaration.sources)
         self._gather = Gather([*declaration.sources.values()])
-        self.rows = rows
-        self._rows = [rows[name] for name in self.names]
-        self._ragged = [
-            (place, declaration.slots[name], rows[name].shape[1](()))
-            for place, name in enumerate(self.names)
-            if rows[name].ragged
-        ]
+        self.rows = {name: Rows(slot, declaration.varying, fixed) for name, slot in declaration.slots.items()}
+        self._rows = [self.rows[name] for name in self.names]
+        self._ragged = list[tuple[int, Slot, int]]()
+        for place, rows in enumerate(self._rows):
+            if rows.ragged:
+                self._ragged.append((place, declaration.slots[self.names[place]], rows.shape[1](())))
         self.gather: Callable[[Any, Side], Sources] = self._gather_ragged if self._ragged else self._gather
         self._sizer = sizer
         self.known = list[SourceKinds]()
@@ -292,7 +273,8 @@ class KindTable:
                 alike = sizes.setdefault(rows.sizes[dim], SizesAlike(rows.shape[dim], []))
                 alike.dims.append((number, dim))
         absent = frozenset([self.names[place] for place, source in enumerate(sources) if source is None])
-        kinds = SourceKinds(sources, self._rows, [*sizes.values()], self._sizing(present), absent)
+        lines = () if self._sizer is None else self._sizer.lines
+        kinds = SourceKinds(sources, self._rows, [*sizes.values()], [*self._gauges(present)], lines, absent)
         self.known[:] = [kinds, *self.known[: KINDS - 1]]
         return kinds
 
@@ -310,13 +292,8 @@ class KindTable:
         """Forget all kinds and their bound plans."""
         self.known[:] = []
 
-    def _sizing(self, present: Sequence[int]) -> Sizing | None:
+    def _gauges(self, present: Sequence[int]) -> Iterator[tuple[int, Gauge] | None]:
         """Choose which of the sources that are present determine live sizes."""
-        if self._sizer is None:
-            return None
-        at = {self.names[place]: number for number, place in enumerate(present)}
-        axis_dims = list[AxisDim | None]()
-        for gauges in self._sizer.gauges:
-            one = next((gauge for gauge in gauges if gauge.slot in at), None)
-            axis_dims.append(None if one is None else AxisDim(at[one.slot], one.dim, one.base, one.slope))
-        return Sizing(axis_dims, self._sizer.lines)
+        numbers = {self.names[place]: number for number, place in enumerate(present)}
+        for gauges in () if self._sizer is None else self._sizer.gauges:
+            yield next(((numbers[one.slot], one) for one in gauges if one.slot in numbers), None)

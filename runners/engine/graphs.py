@@ -21,7 +21,7 @@ from ...dataflow.buffers import Buffers, at_rest, overlaps, span
 from ...dataflow.capabilities import DEVICE, chosen_lowering
 from ...dataflow.edits import RowBucket
 from ...dataflow.errors import CaptureError, ConfigError, ReplayError, origin_of, user_traceback
-from ...dataflow.fill.bucket import Bucket, run_all, table_for
+from ...dataflow.fill.bucket import Bucket, run_all
 from ...dataflow.fill.kinds import KindTable, SourceKinds
 from ...dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, outside_inference, without_gradients
 from ...dataflow.inputs import V
@@ -333,7 +333,7 @@ class Filler(Generic[V]):
     def editing(self, sizes: Sizes, absent: Absent, *, by_kernel: bool) -> tuple[RowBucket, Graph | None]:
         """Make the `RowBucket` of a bucket, and the graph of the edit kernel if the device has one."""
         stage, fusion = self.stage, self._fusion
-        own = {"table": table_for(stage.declaration, sizes), "partial": True}
+        own = {"table": KindTable(stage.declaration, sizes), "partial": True}
         if not (by_kernel and self.lowering.is_in_graph) or fusion is None or fusion.edit is None:
             return RowBucket(self._bucket(sizes, absent, **{**own, "lowering": "slot_by_slot"})), None
         key = absent, *sizes.values()

@@ -14,7 +14,7 @@ from torch.autograd import profiler
 from ...dataflow import log
 from ...dataflow.axes import Axis, Live, Sizes
 from ...dataflow.errors import BatchError, ConfigError, ReplayError, kind_text
-from ...dataflow.fill.bucket import table_for
+from ...dataflow.fill.kinds import KindTable
 from ...dataflow.inputs import Inputs, V
 from ...dataflow.plan import Absent
 from ...dataflow.sizing import Sizer, limits_of
@@ -117,7 +117,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         self.limits = limits_of(stage.declaration, capacity)
         self.tally = Tally(path)
         self.step_lock = StepLock(self.name)
-        self._table = table_for(stage.declaration, stage.sizes, size)
+        self._table = KindTable(stage.declaration, stage.sizes, size)
         self._reader = Reader(stage, self._table, size)
         self._filled: Filled[V] | None = None
         self._others = 0

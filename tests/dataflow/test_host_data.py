@@ -16,7 +16,8 @@ from slotgraph import BATCH, Axis, Inputs, copied
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities, LoweringName
 from slotgraph.dataflow.errors import BatchError
-from slotgraph.dataflow.fill.bucket import Bucket, table_for
+from slotgraph.dataflow.fill.bucket import Bucket
+from slotgraph.dataflow.fill.kinds import KindTable
 from slotgraph.dataflow.hostdata import tensor_of
 from slotgraph.dataflow.sizing import Sizer, limits_of
 from slotgraph.extend import HOST, side
@@ -128,7 +129,7 @@ REFUSED: Final[list[tuple[Any, torch.dtype, str]]] = [
 def test_lists_of_arrays_are_of_a_known_kind_at_each_size() -> None:
     """They take the way of lists, whatever their number of rows. Rows of another length are another kind."""
     slots = declaration_of({"rows": copied(BATCH, 3, dtype=torch.int32, pad=0)}).slotgraph
-    table = table_for(slots, SIZES, Sizer(slots, {}, SIZES))
+    table = KindTable(slots, SIZES, Sizer(slots, {}, SIZES))
     kinds = table.add(([*np.arange(6, dtype=np.int32).reshape(2, 3)],))
     for rows in (1, MOST):
         sources = ([*np.ones((rows, 3), dtype=np.int32)],)

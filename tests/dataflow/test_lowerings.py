@@ -19,7 +19,8 @@ from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities, LoweringName, resolve_dtype
 from slotgraph.dataflow.declaration import declare
 from slotgraph.dataflow.errors import ComputeError, DeclarationError
-from slotgraph.dataflow.fill.bucket import Bucket, hand_over, table_for
+from slotgraph.dataflow.fill.bucket import Bucket, hand_over
+from slotgraph.dataflow.fill.kinds import KindTable
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.packet import MOST_OUTER, WORD
 from slotgraph.dataflow.plan import LARGE_BYTES, LARGE_LANE_BYTES, plan_fill
@@ -92,7 +93,7 @@ class World:
         self.feed, self.fusion = feed_for(self.mine, self.backend.upload), self.backend.fusion()
         self.buckets: dict[tuple[Any, ...], Bucket] = {}
         self.kernels: dict[tuple[Any, ...], tuple[Bucket, Kernel]] = {}
-        self.table = table_for(self.slots, self.capacity)
+        self.table = KindTable(self.slots, self.capacity)
         self.mine.clean.handed_out = out
 
     def _buffers(self, seed: int | None) -> Buffers:
