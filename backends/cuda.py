@@ -17,7 +17,7 @@ import importlib.util
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, final
 
 import attrs
@@ -259,7 +259,7 @@ def fusion_on(device: torch.device) -> Fusion | None:
     try:
         from . import cuda_kernel  # noqa: PLC0415 - triton is installed only with the device
 
-        fusion = Fusion(cuda_kernel.BLOCK, *(functools.partial(one, cuda_kernel) for one in (_kernel, _editing)))
+        fusion = Fusion(cuda_kernel.BLOCK, cuda_kernel.filling, cuda_kernel.editing)
         with outside_inference(), torch.cuda.device(device):  # compile now, not inside a capture
             table = torch.zeros(1, COLUMNS, dtype=torch.int64, device=device)
             words = torch.zeros(2 * HEAD, dtype=torch.int64, device=device)  # an empty packet, which addresses no table
@@ -269,28 +269,3 @@ def fusion_on(device: torch.device) -> Fusion | None:
         log.warning("no_fused_fill", device=str(device), reason=f"{type(error).__name__}: {error}")
         return None
     return fusion
-
-
-def _kernel(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Return a launch of one program for each row of a table. The rows have the addresses of the targets."""
-    words = packet.view(torch.int64)
-    rows = table.shape[0]
-
-    def launch() -> None:
-        if rows:
-            module.fill_lanes[(rows,)](table, words, ADVANCE=False, BLOCK=module.BLOCK, num_warps=module.WARPS)
-
-    return launch
-
-
-def _editing(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Return a call that launches one kernel to advance a table's lanes, and one to edit their rows."""
-    words = packet.view(torch.int64)
-    rows = table.shape[0]
-
-    def launch() -> None:
-        if rows:
-            module.fill_lanes[(rows,)](table, words, ADVANCE=True, BLOCK=module.BLOCK, num_warps=module.WARPS)
-            module.edit_lanes[(rows, module.PARTS)](table, words, PARTS=module.PARTS, BLOCK=module.PIECE, num_warps=1)
-
-    return launch

@@ -264,3 +264,28 @@ def _round(bits, code, goal):
         nearest = (single + 0x7FFF + ((single >> 16) & 1)) >> 16
         single = tl.where((single & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, nearest)
     return single.to(tl.int64)
+
+
+def filling(table, packet, _targets):
+    """Return a launch of one program for each row of a table. The rows have the addresses of the targets."""
+    words = packet.view(torch.int64)
+    rows = table.shape[0]
+
+    def launch():
+        if rows:
+            fill_lanes[(rows,)](table, words, ADVANCE=False, BLOCK=BLOCK, num_warps=WARPS)
+
+    return launch
+
+
+def editing(table, packet, _targets):
+    """Return a call that launches one kernel to advance a table's lanes, and one to edit their rows."""
+    words = packet.view(torch.int64)
+    rows = table.shape[0]
+
+    def launch():
+        if rows:
+            fill_lanes[(rows,)](table, words, ADVANCE=True, BLOCK=BLOCK, num_warps=WARPS)
+            edit_lanes[(rows, PARTS)](table, words, PARTS=PARTS, BLOCK=PIECE, num_warps=1)
+
+    return launch

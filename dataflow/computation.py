@@ -20,7 +20,7 @@ from .hostdata import HOST_KINDS, LETTERS, tensor_of
 from .packet import UNIT, Move, rounded
 from .slots import Slot
 from .sources import OUT, STEP, Compute, Field
-from .tails import holds, range_of, resolve_value
+from .tails import Number, holds, range_of, resolve_value
 
 _VERSION: Final = operator.attrgetter("_version")
 _FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
@@ -31,6 +31,12 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def words(tensor: torch.Tensor) -> torch.Tensor:
     """View the same memory as integers of the same size, if torch has a dtype for them."""
     return tensor.view(_WORDS.get(tensor.itemsize, tensor.dtype))
+
+
+def word_of(number: Number, dtype: torch.dtype) -> Any:
+    """Return a number of a dtype as `words` views it."""
+    with outside_inference():
+        return words(torch.full((), number, dtype=dtype, device="cpu")).item()
 
 
 def places(tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -173,15 +173,15 @@ class Declaration:
         instead = hint(unknown, self.arguments, f"the side arguments that its slots read are: {known}")
         raise BatchError(f"{self.name}: no slot reads the side argument {unknown!r}: {instead}")
 
-    def field_faults(self, batch: Any) -> list[str]:
-        """Return what converters and validators refuse in a batch, field by field.
+    def check_fields(self, batch: Any) -> None:
+        """Raise BatchError with everything that converters and validators refuse in a batch.
 
         The constructor has already checked objects of the class. For any other batch, validators receive an object of
         the class whose attributes are the batch's values for copied slots and for fields.
         """
         checked = self.checked_fields
         if not checked or isinstance(batch, checked[0].owner):
-            return []
+            return
         names = dict.fromkeys(name.partition(".")[0] for name in self.sources)  # a group's value is one attribute
         faults = list[str]()
         seen = {name: look_up(batch, name) for name in names}
@@ -201,11 +201,7 @@ class Declaration:
                 validate(made, field.attribute, value)
             except Exception as error:  # noqa: BLE001 - a user's function may raise anything
                 faults.append(field.refusal(error))
-        return faults
-
-    def check_fields(self, batch: Any) -> None:
-        """Raise BatchError with everything that converters and validators refuse in a batch."""
-        if faults := self.field_faults(batch):
+        if faults:
             raise BatchError("; ".join(faults))
 
     def check_names(self, argument: str, names: Iterable[str], kind: SlotNames = "") -> None:

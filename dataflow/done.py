@@ -10,7 +10,7 @@ import torch
 
 from .axes import BATCH, Sizes, shape_of
 from .capabilities import DEVICE, Capabilities
-from .computation import Computation, words
+from .computation import Computation, word_of, words
 from .declaration import Declaration
 from .errors import ConfigError
 from .guard import outside_inference
@@ -70,7 +70,7 @@ def resets(declaration: Declaration, views: Views, sizes: Sizes, capabilities: C
         if view is not None and rows is not None and isinstance(rule, Pad) and is_filled:
             with outside_inference():
                 target = words(view)
-                number = torch.full((), resolve_value(rule.value, capabilities, sizes), dtype=view.dtype, device="cpu")
-            compute = Compute(_resetter(*rows, words(number).item()), ("done", "slot"), writes_out=False)
+            word = word_of(resolve_value(rule.value, capabilities, sizes), view.dtype)
+            compute = Compute(_resetter(*rows, word), ("done", "slot"), writes_out=False)
             known = {"done": done, "slot": target}
             yield Computation.bind(f"{name} of requests that are done", declaration, known, target, compute)

@@ -26,7 +26,7 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
 
 Free = Sequence[Sequence[int]]
 """For each tensor, the dims whose size a guard leaves free."""
-_Strides = list[int | None]
+_Sizes = list[int | None]
 
 
 def own_guard(tensors: Sequence[torch.Tensor], free: Free | None = None) -> Guard:
@@ -59,12 +59,12 @@ def dense_places(tensors: Sequence[torch.Tensor], free: Free) -> list[int]:
     return [place for place, one in enumerate(tensors) if None in _strides_of(one, free[place])]
 
 
-def _sizes_of(tensor: torch.Tensor, free: Sequence[int]) -> list[int | None]:
+def _sizes_of(tensor: torch.Tensor, free: Sequence[int]) -> _Sizes:
     """Return a tensor's sizes, with None for those that are free."""
     return [None if dim in free else size for dim, size in enumerate(tensor.shape)]
 
 
-def _strides_of(tensor: torch.Tensor, free: Sequence[int]) -> _Strides:
+def _strides_of(tensor: torch.Tensor, free: Sequence[int]) -> _Sizes:
     """Return a tensor's strides, with None for those that follow from free sizes."""
     strides = tensor.stride()
     if not free or not tensor.is_contiguous():
@@ -88,63 +88,48 @@ def torch_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:
     return guards.check  # type: ignore[no-any-return] # which is in C
 
 
-def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:  # noqa: C901 - calls within would take longer
-    """Make the same guard in plain Python.
+def plain_guard(tensors: Sequence[torch.Tensor], free: Free) -> Guard:
+    """Make the same guard in plain Python, which takes several times as long."""
+    wanted = list[tuple[Any, _Sizes, _Sizes]]()
+    for one, dims in zip(tensors, free, strict=True):
+        wanted.append((_facts_of(one), _sizes_of(one, dims), _strides_of(one, dims)))
 
-    It checks the negation and conjugation bits only of floating and complex tensors, since no public function of torch
-    sets them on others.
-    """
-    wanted: list[tuple[Any, ...]] = []
-    bits: list[tuple[int, Callable[[torch.Tensor], bool], bool]] = []
-    for place, (one, dims) in enumerate(zip(tensors, free, strict=True)):
-        sizes = _sizes_of(one, dims)
-        strides = _strides_of(one, dims)
-        fixed = [(dim, size) for dim, size in enumerate(sizes) if size is not None]
-        steps = [(dim, stride) for dim, stride in enumerate(strides) if stride is not None]
-        wanted.append((type(one), one.dtype, one.device, one.dim(), fixed, steps))
-        if one.is_floating_point() or one.is_complex():
-            bits.append((place, torch.Tensor.is_neg, one.is_neg()))
-        if one.is_complex():
-            bits.append((place, torch.Tensor.is_conj, one.is_conj()))
-
-    def check(*found: Any) -> bool:  # noqa: C901, PLR0911 - likewise
+    def check(*found: Any) -> bool:
         try:
-            for one, (kind, dtype, device, rank, sizes, strides) in zip(found, wanted, strict=True):
-                if type(one) is not kind or one.dtype is not dtype or one.device != device:
+            for one, (facts, sizes, strides) in zip(found, wanted, strict=True):
+                if _facts_of(one) != facts or not (_fit(sizes, one.shape) and _fit(strides, one.stride())):
                     return False
-                shape = one.shape
-                steps = one.stride()
-                if len(shape) != rank:
-                    return False
-                for dim, size in sizes:
-                    if shape[dim] != size:
-                        return False
-                for dim, stride in strides:
-                    if steps[dim] != stride:
-                        return False
-            for place, bit, is_set in bits:
-                if bit(found[place]) is not is_set:
-                    return False
-        except (AttributeError, RuntimeError, ValueError):  # not a tensor, or one without sizes or strides
+        except (AttributeError, RuntimeError, TypeError, ValueError):  # not a tensor, or one without sizes or strides
             return False
         return True
 
     return check
 
 
+def _facts_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what tensors have in common that are alike, apart from their sizes and strides."""
+    return type(tensor), tensor.dtype, tensor.device, tensor.is_neg(), tensor.is_conj()
+
+
+def _fit(wanted: _Sizes, found: Sequence[int]) -> bool:
+    """Return whether sizes or strides are the wanted ones, of which None stands for any."""
+    return len(wanted) == len(found) and all(one in {None, other} for one, other in zip(wanted, found, strict=True))
+
+
 def _is_trusted() -> bool:
     """Return whether torch's own guard, which is undocumented, gives the same results as the plain one."""
     with outside_inference(), _C.DisableTorchFunction():
-        rows = torch.zeros(4, 6, device="cpu")
-        pairs = torch.zeros(4, 6, dtype=torch.complex64, device="cpu")
+        zeros = functools.partial(torch.zeros, device="cpu")
+        rows = zeros(4, 6)
+        pairs = zeros(4, 6, dtype=torch.complex64)
         others = [
-            torch.ones(4, 6, device="cpu"),
-            torch.zeros(9, 6, device="cpu"),
-            torch.zeros(4, 5, device="cpu"),
-            torch.zeros(4, 6, 1, device="cpu"),
-            torch.zeros(4, 12, device="cpu")[:, ::2],
-            torch.zeros(4, 6, dtype=torch.int32, device="cpu"),
-            torch.zeros(4, 6, device="meta"),
+            torch.ones_like(rows),
+            zeros(9, 6),
+            zeros(4, 5),
+            zeros(4, 6, 1),
+            zeros(4, 12)[:, ::2],
+            zeros(4, 6, dtype=torch.int32),
+            zeros(4, 6, device="meta"),
             torch.nn.Parameter(rows, requires_grad=False),
             pairs.conj().imag,
             pairs,

@@ -220,7 +220,7 @@ def _joined(rows: Sequence[Any], dtype: torch.dtype) -> bytearray | None:
 
 
 class _Packers(dict[int, Callable[..., bytes]]):
-    """Packs numbers of one dtype, by how many they are."""
+    """Packs numbers of one dtype, by how many they are. Raises TypeError if `struct` has no format for the dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -328,12 +328,11 @@ def bytes_of_list(source: Any, dtype: torch.dtype) -> bytes:
 
     Raise one of the errors in `NOT_CARRIED` for bools among numbers, and for numbers that do not fit the dtype.
     """
-    pack = _format(len(source), dtype).pack
+    pack = _packers(dtype)[len(source)]
     alike = _bools if dtype == torch.bool else _no_bools
     return pack(*alike(source))
 
 
-@functools.lru_cache(_LENGTHS)
 def _format(numbers: int, dtype: torch.dtype) -> struct.Struct:
     """Return the format that packs this many numbers. Raise TypeError if `struct` has none for the dtype."""
     if dtype not in LETTERS:

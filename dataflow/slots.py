@@ -82,9 +82,9 @@ def argument_of(value: str) -> str:
     return value
 
 
-def limit_of(value: object) -> Dim | None:
-    """Convert an integer, an axis or an expression to a limit. None means no limit."""
-    return None if value is None else Dim.of(value)
+def limit_of(value: object) -> Dim:
+    """Convert an integer, an axis or an expression to a limit."""
+    return Dim.of(value)
 
 
 def poison_of(value: Poison) -> Poison:
@@ -177,7 +177,7 @@ class Slot:
     poison: Poison | None = attrs.field(default=None, converter=or_none(poison_of))
     strided: bool = attrs.field(default=False, converter=flag)
     converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
-    limit: Dim | None = attrs.field(default=None, converter=limit_of)
+    limit: Dim | None = attrs.field(default=None, converter=or_none(limit_of))
     ragged: bool | Compute = attrs.field(default=False, converter=ragged_of)
 
     def initial(self) -> Value:

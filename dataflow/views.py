@@ -1,6 +1,6 @@
 """Views: the objects that steps get. They hold aliases of slots, which a step may reshape, and can be narrowed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -33,21 +33,22 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+@attrs.define(eq=False)
 class Aliases:
-    """Aliases of some tensors, by name. They stay the same until one is changed in place (`unsqueeze_`, `.data =`)."""
+    """Aliases of some tensors, by name. They stay the same until one is changed in place (`unsqueeze_`, `.data =`).
 
-    def __init__(self, tensors: Views, anew: Callable[[], Views] | None = None) -> None:
-        """Store the tensors.
+    Attributes:
+        tensors: The tensors.
+        anew: If it is given, the first call returns `tensors` themselves, and a later one calls it to make others.
+    """
 
-        If `anew` is given, the first call returns `tensors` themselves, and a later one calls `anew`.
-        """
-        self._tensors = tensors
-        self._anew = anew
-        self._handed_out = False
-        self._made: Views = {}
-        self._own: tuple[torch.Tensor, ...] = ()
-        self._pointers: list[int] = []
-        self._guard: Guard | None = None
+    _tensors: Views
+    _anew: Callable[[], Views] | None = None
+    _handed_out: bool = False
+    _made: Views = attrs.field(factory=dict)
+    _own: tuple[torch.Tensor, ...] = ()
+    _pointers: Sequence[int] = ()
+    _guard: Guard | None = None
 
     def __call__(self) -> Views:
         """Return the aliases, with None for an absent tensor. Raise ReplayError if somebody resized their memory."""
@@ -105,34 +106,28 @@ class ViewInfo:
     exact: bool = False
 
 
+@attrs.define(eq=False)
 class Viewer(Generic[T]):
-    """Makes the views of a bucket's batches."""
+    """Makes the views of a bucket's batches.
 
-    __slots__ = ("_class", "_fields", "_frozen", "_info_of", "_last", "_shown")
+    Attributes:
+        kind: The class of the views.
+        shown: Returns the slots' tensors for live sizes.
+        fields: The fields of the declaration that are not slots.
+        info_of: Returns the `ViewInfo` for live sizes.
+        frozen: Values of fields that replace those of batches.
+    """
 
-    def __init__(
-        self,
-        view: type[T],
-        shown: Callable[[Live], Views],
-        fields: Mapping[str, Field],
-        info_of: Callable[[Live], ViewInfo],
-        frozen: Mapping[str, Any],
-    ) -> None:
-        """Store what the views of a bucket have in common.
+    _kind: type[T]
+    _shown: Callable[[Live], Views]
+    _fields: Mapping[str, Field]
+    _info_of: Callable[[Live], ViewInfo]
+    _frozen: Mapping[str, Any]
+    _last: tuple[Live | None, ViewInfo | None] = (None, None)
 
-        Args:
-            view: The class of the views.
-            shown: Returns the slots' tensors for live sizes.
-            fields: The fields of the declaration that are not slots.
-            info_of: Returns the `ViewInfo` for live sizes.
-            frozen: Values of fields that replace those of batches.
-        """
-        self._class = view
-        self._shown = shown
-        self._fields = {name: field for name, field in fields.items() if name not in frozen}
-        self._frozen = frozen
-        self._info_of = info_of
-        self._last: tuple[Live | None, ViewInfo | None] = None, None
+    def __attrs_post_init__(self) -> None:
+        """Leave out the fields that are frozen."""
+        self._fields = {name: field for name, field in self._fields.items() if name not in self._frozen}
 
     def __call__(self, batch: Any, live: Live) -> T:
         """Make the view of a batch with these live sizes."""
@@ -140,7 +135,7 @@ class Viewer(Generic[T]):
         if info is None or live != last:
             info = self._info_of(live)
             self._last = live, info
-        made = self._class.__new__(self._class)
+        made = self._kind.__new__(self._kind)
         values = made.__dict__
         values.update(self._shown(live))
         if self._fields:

@@ -17,7 +17,7 @@ from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Live, Sizes, Step
 from ..buffers import Buffer, Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
-from ..computation import Computation, PackedValue, Results, ResultTail, words
+from ..computation import Computation, PackedValue, Results, ResultTail, word_of
 from ..declaration import Declaration
 from ..done import resets
 from ..errors import BatchError, DeclarationError, blame
@@ -333,7 +333,7 @@ class Bucket:
                 slot = self.declaration.slots[one.slot]
                 dtype = self.buffers[one.slot].tensor.dtype
                 axes = tuple(axis for axis in slot.axes if not axis.fixed)
-                word = words(torch.full((), one.pad, dtype=dtype, device="cpu")).item()
+                word = word_of(one.pad, dtype)
                 found[one.slot] = ResultTail(axes, Rows(slot, axes, self.sizes), word)
         return found
 

@@ -1,8 +1,11 @@
 """Clean tails: records which padded rows already hold the values of their tail rules."""
 
+import attrs
+
 from ..axes import Live
 
 
+@attrs.define(eq=False)
 class CleanTails:
     """Records up to which rows the tails in one block of memory may be dirty. Every fill of that memory uses it.
 
@@ -11,13 +14,10 @@ class CleanTails:
         is_sent: Whether a packet was sent that no kernel has read yet.
     """
 
-    __slots__ = ("_filled_by", "_live", "handed_out", "is_sent")
-
-    def __init__(self) -> None:
-        self.handed_out = False
-        self.is_sent = False
-        self._filled_by: object = None
-        self._live: Live = ()
+    handed_out: bool = False
+    is_sent: bool = False
+    _filled_by: object = None
+    _live: Live = ()
 
     def begin(self, by: object, live: Live, padded: Live) -> Live | None:
         """Record that a fill begins. Until `done`, all tails count as dirty.

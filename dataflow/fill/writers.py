@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from ..axes import Dim, Live
+from ..computation import word_of, words
 from ..guard import outside_inference
 from ..sources import Sources, chosen
 from ..tails import Number
@@ -29,14 +30,6 @@ _MEMMOVE: Final = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctyp
     ctypes._memmove_addr  # type: ignore[attr-defined] # noqa: SLF001 - what `ctypes.memmove` calls
 )
 """C's memmove, called without releasing the GIL and without a result: a quarter faster than `ctypes.memmove`."""
-_WORDS: Final[Mapping[int, torch.dtype]] = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-"""By itemsize, a dtype as which NumPy can view a slot whose own dtype it may not support."""
 _STARTS: Final = 8
 """Into how many steps the rows of each axis are divided for the start of tail slices."""
 _MOST_STARTS: Final = 32
@@ -84,19 +77,6 @@ class TailOf:
     rows: Rows
     value: Number
     is_copied: bool = False
-
-
-def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return a host tensor's memory as an array of words, whatever its dtype."""
-    with outside_inference():
-        made: npt.NDArray[Any] = tensor.detach().view(_WORDS[tensor.dtype.itemsize]).numpy()
-    return made
-
-
-def bits_of_number(value: Number, dtype: torch.dtype) -> Any:
-    """Return the word that represents a number in a dtype."""
-    with outside_inference():
-        return bits_of(torch.full((1,), value, dtype=dtype, device="cpu"))[0]
 
 
 class HostCopies(Copies):
@@ -234,15 +214,16 @@ class HostTails(Tails):
         pieces = dict[tuple[Dim, int, bytes], tuple[Reach, int, memoryview, list[memoryview]]]()
         found = dict[Dim, tuple[Reach, list[tuple[npt.NDArray[Any], tuple[slice, ...], Any]]]]()
         for one in tails:
-            array = bits_of(one.target)
-            word = bits_of_number(one.value, one.target.dtype)
+            word = word_of(one.value, one.target.dtype)
+            with outside_inference():
+                array = words(one.target.detach()).numpy()
             dims = one.rows.dims
             outer = math.prod(array.shape[: dims[0]]) if dims else 0
             is_small = 0 < array.nbytes <= _MOST_PATTERN and outer <= FEW_ROWS and one.target.is_contiguous()
             if len(dims) == 1 and is_small:
                 size = array.nbytes // outer
                 row = size // array.shape[dims[0]]
-                pattern = word.tobytes() * (array.size // outer)
+                pattern = np.full(array.size // outer, word, array.dtype).tobytes()
                 key = one.rows.sizes[dims[0]], row, pattern
                 _, _, _, alike = pieces.setdefault(key, (one.rows.reaches[0], row, memoryview(pattern), []))
                 memory = array.reshape(-1).view(np.uint8).data
