@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -22,7 +22,6 @@ from .guard import outside_inference
 from .slots import BY_STEP, Slot
 
 Allocate: TypeAlias = Callable[[Extent, torch.dtype, Placement], torch.Tensor]
-Ranges = Sequence[tuple[int, int]]
 ALIGNMENT: Final = 256
 """Each slot's address is a multiple of this many bytes, as CUDA's allocator guarantees and wide loads need."""
 
@@ -140,22 +139,14 @@ class Buffer:
         """Whether the user passed the memory."""
         return self.owner is not None
 
-    def reach(self, sizes: Sizes) -> Extent:
-        """Return the size along each varying dim."""
-        return tuple(self.slot.shape[dim].at(sizes) for dim in self.slot.varying)
-
     def view(self, sizes: Sizes) -> torch.Tensor:
-        """Return the part that a bucket reads: the first rows along each varying dim."""
-        return self.box([(0, rows) for rows in self.reach(sizes)])
-
-    def box(self, ranges: Ranges) -> torch.Tensor:
-        """Return the part between two bounds along each varying dim. It is never an inference tensor."""
+        """Return the part that a bucket reads: the first rows along varying dims. It is never an inference tensor."""
         if torch.is_inference_mode_enabled():
             with outside_inference():
-                return self.box(ranges)
+                return self.view(sizes)
         view = self.tensor
-        for dim, (start, stop) in zip(self.slot.varying, ranges, strict=True):
-            view = view.narrow(dim, start, stop - start)
+        for dim in self.slot.varying:
+            view = view.narrow(dim, 0, self.slot.shape[dim].at(sizes))
         return view
 
     @property

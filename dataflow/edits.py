@@ -147,16 +147,11 @@ class RowBucket:
 
     def take_known(self, keys: Keys, sources: Sources, names: Collection[str]) -> RowWrite | None:
         """Admit sources of a known kind, one for each name, with a row for each key. Return None for any other."""
-        return below_modes(self._take_known, keys, sources, len(names))
-
-    def _take_known(self, keys: Keys, sources: Sources, count: int) -> RowWrite | None:
         live = self.live_of(len(keys))
-        for kinds in self.bucket.table.known:
-            if kinds.fit(sources, live):
-                found = self.bucket.take(kinds, sources, live)
-                if found is not None and len(found[0].ways) == count:
-                    return self._write_of(keys, live, *found)
-        return None
+        _, found = below_modes(self.bucket.find, sources, live)
+        if found is None or len(found[0].ways) != len(names):
+            return None
+        return self._write_of(keys, live, *found)
 
     def admit(self, keys: Keys, sources: Sources, names: Collection[str]) -> RowWrite:
         """Admit sources for some requests, one for each name. Raises as a fill does, and writes nothing."""

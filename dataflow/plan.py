@@ -340,16 +340,14 @@ class _Planning:
         other = self.declaration.slots.get(source)
         if other is None:
             return False
-        (own, *rest), (mine, *others) = (
-            (
-                resolve_dtype(slot.dtype, self.capabilities),
-                extent(slot.shape, self.sizes),
-                rows_of_requests(slot, self.sizes),
-            )
-            for slot in (target, other)
+        own = resolve_dtype(target.dtype, self.capabilities)
+        is_alike = (
+            own == resolve_dtype(other.dtype, self.capabilities)
+            and extent(target.shape, self.sizes) == extent(other.shape, self.sizes)
+            and rows_of_requests(target, self.sizes) == rows_of_requests(other, self.sizes)
         )
         is_whole = not (own.is_floating_point or own.is_complex or own == torch.bool)
-        return own == mine and rest == others and (is_whole or not add)
+        return is_alike and (is_whole or not add)
 
     def _packed(self, slots: Mapping[str, Slot]) -> tuple[str, ...]:
         """Return the slots that foreach calls copy from a packet: those with host data, then computed ones."""

@@ -360,8 +360,12 @@ class Limit:
 
 def limits_of(declaration: Declaration, sizes: Sizes) -> list[Limit]:
     """Return the limits of a declaration's slots at the sizes of the fixed axes."""
-    slots = ((name, declaration.slots[name], source) for name, source in declaration.sources.items())
-    return [Limit(*each, each[1].limit.at(sizes)) for each in slots if each[1].limit is not None]
+    found = list[Limit]()
+    for name, source in declaration.sources.items():
+        slot = declaration.slots[name]
+        if slot.limit is not None:
+            found.append(Limit(name, slot, source, slot.limit.at(sizes)))
+    return found
 
 
 def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:

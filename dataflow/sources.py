@@ -227,15 +227,13 @@ class Gather:
                 found = getter(batch)
             except (AttributeError, KeyError):
                 return self._one_by_one(batch, side)
-            return self._with_others(found, batch, side) if self._others else found
+            if not self._others:
+                return found
+            values = [*found]
+            for place, source in self._others:
+                values.insert(place, source.read(batch, side))
+            return tuple(values)
         return self._one_by_one(batch, side)
-
-    def _with_others(self, found: Sources, batch: Any, side: Side) -> Sources:
-        """Insert the values of the other sources, in the order of the slots."""
-        values = [*found]
-        for place, source in self._others:
-            values.insert(place, source.read(batch, side))
-        return tuple(values)
 
     def _one_by_one(self, batch: Any, side: Side) -> Sources:
         return tuple([source.read(batch, side) for source in self._sources])

@@ -229,7 +229,7 @@ class Bucket:
 
     def admit(self, sources: Sources, live: Live) -> tuple[BoundPlan, Taken]:
         """Choose the bound plan for a batch, and take its sources. Writes nothing, and raises the errors of a fill."""
-        kinds, found = below_modes(self._find, sources, live)
+        kinds, found = below_modes(self.find, sources, live)
         if found is not None:
             return found
         plan = self._bind(sources, live)
@@ -240,12 +240,12 @@ class Bucket:
         kinds.plans[self] = [plan, *kinds.plans.get(self, ())][:MOST_PLANS]
         return plan, taken
 
-    def _find(self, sources: Sources, live: Live) -> tuple[SourceKinds | None, tuple[BoundPlan, Taken] | None]:
+    def find(self, sources: Sources, live: Live) -> tuple[SourceKinds | None, tuple[BoundPlan, Taken] | None]:
         """Return the kinds of sources if they are known, and the sources as taken by a plan that was bound for them."""
-        kinds = self.table.find(sources)
-        if kinds is None or not kinds.fit(sources, live):
-            return kinds, None
-        return kinds, self.take(kinds, sources, live)
+        for kinds in self.table.known:
+            if kinds.fit(sources, live):
+                return kinds, self.take(kinds, sources, live)
+        return None, None
 
     def take(self, kinds: SourceKinds, sources: Sources, live: Live) -> tuple[BoundPlan, Taken] | None:
         """Take sources of known kinds and sizes. Return None if no plan was bound for them."""
@@ -262,16 +262,20 @@ class Bucket:
                 return plan, taken
         return None
 
-    def fill_slot_by_slot(self, batch: Any, live: Live, side: Side = NO_SIDE, given: Given | None = None) -> None:
-        """Fill by the oracle, including what the device computes. Raises the errors of a fill.
-
-        `given` is what `tensors` returned, if that was called before.
-        """
-        given = self.tensors(batch, live, side) if given is None else given
+    def fill_slot_by_slot(self, batch: Any, live: Live, side: Side, given: Given) -> None:
+        """Fill by the oracle, including what the device computes. `given` is what `tensors` returned."""
         self.buffers.distrust()
-        step = self.step(live)
-        given_to = self.declaration, self.buffers, self._capabilities, step, batch, side, given
-        fill_slot_by_slot(*given_to, left=self.left, frozen=self.frozen)
+        fill_slot_by_slot(
+            self.declaration,
+            self.buffers,
+            self._capabilities,
+            self.step(live),
+            batch,
+            side,
+            given,
+            left=self.left,
+            frozen=self.frozen,
+        )
         self.buffers.clean.done(self, live)
 
     def tensors(self, batch: Any, live: Live, side: Side = NO_SIDE) -> dict[str, torch.Tensor]:
@@ -481,8 +485,14 @@ class Bucket:
     def _planned(self, pattern: Pattern) -> FillPlan:
         known = self._plans.get(pattern)
         if known is None:
-            given = self.declaration, self.sizes, self._capabilities, pattern
-            known = plan_fill(*given, lowering=self.lowering.name, foreign=self.buffers.foreign)
+            known = plan_fill(
+                self.declaration,
+                self.sizes,
+                self._capabilities,
+                pattern,
+                lowering=self.lowering.name,
+                foreign=self.buffers.foreign,
+            )
             keep_newest(self._plans, PATTERNS)[pattern] = known
         return known
 

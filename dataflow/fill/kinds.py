@@ -117,9 +117,10 @@ class SourceKinds:
         self._missing = [place for place, source in enumerate(like) if source is None]
         self._present = chosen(present)
         self._of_tensors = chosen(tensors)
-        given = [like[place] for place in tensors], [rows[place].dims for place in tensors]
-        self._guard = own_guard(*given)
-        self._dense = [tensors[place] for place in dense_places(*given)]
+        first = [like[place] for place in tensors]
+        free = [rows[place].dims for place in tensors]
+        self._guard = own_guard(first, free)
+        self._dense = [tensors[place] for place in dense_places(first, free)]
         self._types = [(place, type(like[place])) for place in others]
         self._dtypes = [(place, like[place].dtype) for place in others if isinstance(like[place], np.ndarray)]
         self._ranks = [(number, len(rows[place].shape)) for number, place in enumerate(present) if place in others]

@@ -190,7 +190,7 @@ class World:
         if turn.way == "slot_by_slot":
             self.feed.disarm()
             bucket = self.bucket(turn.round, "slot_by_slot")
-            bucket.fill_slot_by_slot(batch, live, side)
+            bucket.fill_slot_by_slot(batch, live, side, bucket.tensors(batch, live, side))
             return Filled(bucket.at(live).shown())
         by_copies: LoweringName = "direct" if turn.way == "direct" else "foreach"
         if self.fusion is None:
