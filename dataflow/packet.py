@@ -152,11 +152,6 @@ class Lane:
         return cls(slot, target, outer, target.shape[dim] * inner, stride, inner, pad)
 
     @property
-    def rule(self) -> tuple[int, int, int]:
-        """The address that it advances from, the number that is added, and the elements for each request."""
-        return 0 if self.source is None else self.source.data_ptr(), self.add, self.each
-
-    @property
     def flags(self) -> int:
         """The item size, whether there is a tail, and the dtype."""
         code = CODES.get(self.target.dtype, 0)
@@ -240,11 +235,12 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int, counts: int) -> npt.
         owns = HEAD + lane.owns
         bits = pattern(lane.pad, lane.target.dtype)
         flags = lane.flags | owner << OWNER_SHIFT
+        source = 0 if lane.source is None else lane.source.data_ptr()
         for outer in range(lane.outer):
             for start in range(0, lane.row, block * WORD // lane.target.itemsize):
                 where = lane.target.data_ptr(), place, outer, start, lane.row, lane.stride
                 own = outer // lane.within if lane.owns else 0
-                rows.append((*where, bits, flags, *lane.rule, count, lane.inner, own, owns, 0))
+                rows.append((*where, bits, flags, source, lane.add, lane.each, count, lane.inner, own, owns, 0))
     return np.array(rows, np.int64).reshape(-1, COLUMNS)
 
 

@@ -2,7 +2,7 @@
 
 import collections
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -62,6 +62,19 @@ def _reader(source: Any, rows: Rows) -> Callable[[Any], Sequence[int]]:
     return shape_of_list if isinstance(source, list | tuple) else _SHAPE
 
 
+def _sizes_alike(present: Sequence[tuple[Any, Rows]]) -> list[SizesAlike]:
+    """Return the sizes of dims that no guard checks. Each source comes with the rows of its slot."""
+    often = collections.Counter(id(source) for source, _ in present)
+    found = dict[Dim, SizesAlike]()
+    for number, (source, rows) in enumerate(present):
+        is_guarded = isinstance(source, torch.Tensor) and often[id(source)] == 1
+        dims = rows.dims if is_guarded else range(len(rows.shape))  # the guard checks all other dims
+        for dim in dims:
+            alike = found.setdefault(rows.sizes[dim], SizesAlike(rows.shape[dim], []))
+            alike.dims.append((number, dim))
+    return [*found.values()]
+
+
 class SourceKinds:
     """The kind of each source of a batch: its type, dtype, device and layout. Sizes along axes are free.
 
@@ -88,28 +101,16 @@ class SourceKinds:
         "plans",
     )
 
-    def __init__(
-        self,
-        like: Sources,
-        rows: Sequence[Rows],
-        sizes: Sequence[SizesAlike],
-        gauges: Sequence[tuple[int, Gauge] | None],
-        lines: Sequence[tuple[int, int, int]],
-        absent: frozenset[str],
-    ) -> None:
+    def __init__(self, like: Sources, names: Sequence[str], rows: Sequence[Rows], sizer: Sizer | None) -> None:
         """Record the kinds of a batch's sources, which were admitted.
 
         Args:
             like: The sources, None for an absent one.
-            rows: By source, the rows of its slot.
-            sizes: The sizes that dims must have.
-            gauges: By independent axis, which source that is present determines its rows, and how. None if there is no
-                such source, so that there are no rows.
-            lines: By axis of the live sizes, the index of its gauge, and the base and slope of its size. Empty if the
-                caller gives live sizes.
-            absent: Optional slots that have no source.
+            names: The slots of the sources.
+            rows: The rows of these slots.
+            sizer: Determines how live sizes are read. None if callers give them.
         """
-        self.absent = absent
+        self.absent = frozenset([name for name, source in zip(names, like, strict=True) if source is None])
         self.plans = dict[Any, list[Any]]()
         present = [place for place, source in enumerate(like) if source is not None]
         tensors = [place for place in present if isinstance(like[place], torch.Tensor)]
@@ -125,9 +126,13 @@ class SourceKinds:
         self._dtypes = [(place, like[place].dtype) for place in others if isinstance(like[place], np.ndarray)]
         self._ranks = [(number, len(rows[place].shape)) for number, place in enumerate(present) if place in others]
         self._readers = [_reader(like[place], rows[place]) for place in present] if others else None
-        self._sizes = sizes
-        self._gauges = gauges
-        self._lines = lines
+        self._sizes = _sizes_alike([(like[place], rows[place]) for place in present])
+        self._lines = () if sizer is None else sizer.lines
+        # by independent axis, the source that determines its rows, and how; None if none does, so that there are none
+        self._gauges = list[tuple[int, Gauge] | None]()
+        numbers = {names[place]: number for number, place in enumerate(present)}
+        for gauges in () if sizer is None else sizer.gauges:
+            self._gauges.append(next(((numbers[one.slot], one) for one in gauges if one.slot in numbers), None))
         self._last: tuple[Sequence[Sequence[int]] | None, Live, Guard | None] = None, (), None
 
     def read(self, sources: Sources) -> Live | None:
@@ -262,20 +267,7 @@ class KindTable:
 
     def add(self, sources: Sources) -> SourceKinds:
         """Add the kinds of a batch that was admitted."""
-        present = [place for place, source in enumerate(sources) if source is not None]
-        often = collections.Counter(map(id, sources))
-        sizes = dict[Dim, SizesAlike]()
-        for number, place in enumerate(present):
-            rows = self._rows[place]
-            source = sources[place]
-            is_guarded = isinstance(source, torch.Tensor) and often[id(source)] == 1
-            dims = rows.dims if is_guarded else range(len(rows.shape))  # the guard checks all other dims
-            for dim in dims:
-                alike = sizes.setdefault(rows.sizes[dim], SizesAlike(rows.shape[dim], []))
-                alike.dims.append((number, dim))
-        absent = frozenset([self.names[place] for place, source in enumerate(sources) if source is None])
-        lines = () if self._sizer is None else self._sizer.lines
-        kinds = SourceKinds(sources, self._rows, [*sizes.values()], [*self._gauges(present)], lines, absent)
+        kinds = SourceKinds(sources, self.names, self._rows, self._sizer)
         self.known[:] = [kinds, *self.known[: KINDS - 1]]
         return kinds
 
@@ -292,9 +284,3 @@ class KindTable:
     def forget(self) -> None:
         """Forget all kinds and their bound plans."""
         self.known[:] = []
-
-    def _gauges(self, present: Sequence[int]) -> Iterator[tuple[int, Gauge] | None]:
-        """Choose which of the sources that are present determine live sizes."""
-        numbers = {self.names[place]: number for number, place in enumerate(present)}
-        for gauges in () if self._sizer is None else self._sizer.gauges:
-            yield next(((numbers[one.slot], one) for one in gauges if one.slot in numbers), None)
