@@ -24,6 +24,7 @@ SLOW = ("benchmarks", "examples", "ranks")
 # Time says nothing on shared machines where torch's first calls are slow; and one backend for all examples is meant.
 _CALM = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 _COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": _CALM}
+settings.register_profile("few", max_examples=10, **_COMMON)  # what ran elsewhere, on one more device
 settings.register_profile("quick", max_examples=50, **_COMMON)
 settings.register_profile("thorough", max_examples=200, **_COMMON)
 settings.register_profile("long", max_examples=5000, **_COMMON)  # games for a night
