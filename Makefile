@@ -7,7 +7,7 @@ ARGS ?=
 BIN := .venv/bin
 NPU := .venv-npu
 NPU_LACKS := $(shell tests/npu/run lacks)
-SHARED := --numprocesses auto --maxprocesses 8 --dist loadfile
+SHARED := --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(SHARED)
 INSTALL := python -m pip install --quiet --disable-pip-version-check
 PIP := $(INSTALL) --constraint constraints.txt
@@ -16,6 +16,9 @@ PIP := $(INSTALL) --constraint constraints.txt
 TORCH ?= newest
 RELEASE := $(or $(shell sed -n 's/^torch==//p' constraints-$(TORCH).txt 2>/dev/null),$(TORCH))
 OTHER := .venv-torch-$(RELEASE)
+
+# Python and pytest keep what they compile: without that, each worker of each run compiles all tests anew, for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

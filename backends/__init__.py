@@ -38,11 +38,14 @@ __all__ = [
 
 GROUP: Final = "slotgraph.backends"
 _OWN: Final = {
-    "cpu": "cpu:CpuBackend",
-    "cpu-capture": "cpu_capture:CpuCaptureBackend",
-    "cuda": "cuda:CudaBackend",
-    "npu": "npu:NpuBackend",
-    "accelerator": "accelerator:AcceleratorBackend",
+    name: importlib.metadata.EntryPoint(name, f"{__package__}.{value}", GROUP)
+    for name, value in (
+        ("cpu", "cpu:CpuBackend"),
+        ("cpu-capture", "cpu_capture:CpuCaptureBackend"),
+        ("cuda", "cuda:CudaBackend"),
+        ("npu", "npu:NpuBackend"),
+        ("accelerator", "accelerator:AcceleratorBackend"),
+    )
 }
 
 
@@ -56,19 +59,20 @@ _MEANT: Final = {
 
 def names() -> tuple[str, ...]:
     """Return the name of every backend: this package's own, then those found through entry points."""
-    return tuple(_points())
+    return (*_OWN, *_others())
 
 
 def load(name: str) -> type[Backend]:
     """Return a backend's class, imported on first use. Raise BackendUnavailableError if there is none of that name."""
-    points = _points()
-    if name not in points:
-        near = f"did you mean {_MEANT[name.lower()]!r}?" if name.lower() in _MEANT else hint(name, points)
+    point = _OWN.get(name) or _others().get(name)  # the metadata of all packages is read only where it must be
+    if point is None:
+        known = names()
+        near = f"did you mean {_MEANT[name.lower()]!r}?" if name.lower() in _MEANT else hint(name, known)
         raise BackendUnavailableError(
-            f"there is no backend {name!r}{f' ({near})' if near else ''}; known here: {', '.join(points)}"
+            f"there is no backend {name!r}{f' ({near})' if near else ''}; known here: {', '.join(known)}"
         )
     try:
-        found = points[name].load()
+        found = point.load()
     except Exception as error:  # an import may raise any error
         raise BackendUnavailableError(f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
@@ -76,11 +80,10 @@ def load(name: str) -> type[Backend]:
     return found
 
 
-def _points() -> dict[str, importlib.metadata.EntryPoint]:
-    """Return entry points by name. Those of this package win over others of the same name."""
-    own = [importlib.metadata.EntryPoint(name, f"{__package__}.{value}", GROUP) for name, value in _OWN.items()]
-    others = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
-    return {point.name: point for point in (*own, *(other for other in others if other.name not in _OWN))}
+def _others() -> dict[str, importlib.metadata.EntryPoint]:
+    """Return other packages' entry points by name, but none that has a name of this package's own."""
+    points = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
+    return {point.name: point for point in points if point.name not in _OWN}
 
 
 def name_of(backend: str | Backend | type[Backend]) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, Phase, settings
 if TYPE_CHECKING:
     from slotgraph.backends.base import Backend
 
+HERE = Path(__file__).parent
 collect_ignore = ["typing"]  # only type-checked
 SLOW = ("benchmarks", "examples", "ranks")
 """Folders whose tests are slow, all of them: each benchmark once, whole programs, and groups of processes."""
@@ -22,12 +24,20 @@ SLOW = ("benchmarks", "examples", "ranks")
 # Time says nothing on shared machines where torch's first calls are slow; and one backend for all examples is meant.
 _CALM = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 _COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": _CALM}
+settings.register_profile("few", max_examples=10, **_COMMON)  # what ran elsewhere, on one more device
 settings.register_profile("quick", max_examples=50, **_COMMON)
 settings.register_profile("thorough", max_examples=200, **_COMMON)
 settings.register_profile("long", max_examples=5000, **_COMMON)  # games for a night
 settings.register_profile("unshrunk", max_examples=50, phases=[Phase.explicit, Phase.generate], **_COMMON)  # faults
 os.environ.pop("COLUMNS", None)  # tests tell how wide a table may be; workers of pytest-xdist are told 80
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the slow folders at once where nothing slow is asked for: they import what nobody else needs."""
+    if config.option.markexpr == "not slow" and collection_path.parent == HERE and collection_path.name in SLOW:
+        return True
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not asked for

@@ -105,7 +105,7 @@ def test_broken_fills_are_not_believed(backend: Backend, inputs: type[Quick]) ->
     for lowering in backend.capabilities.lowerings:
         world = decoding(backend, lowering, inputs, buckets=BUCKETS)
         for rows, act in itertools.product((3, BEYOND), ACTS.values()):
-            interrupt_everywhere(world, act, rows, few=20)
+            interrupt_everywhere(world, act, rows, few=8)
 
 
 @each_lowering

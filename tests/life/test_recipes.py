@@ -11,7 +11,7 @@ from typing import Any, Final
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, InputBuffers, Inputs, computed, copied, output
@@ -27,7 +27,6 @@ ROWS: Final = 8
 VOCAB: Final = 96
 POISON: Final = 1 << 40
 KEYS: Final = range(10)
-EXAMPLES: Final = 200
 WAYS: Final = ("runner", "runner, adopted", "graphs", "graphs, in the graph")
 Texts = dict[int, list[int]]
 Step = Sequence[int]
@@ -195,7 +194,6 @@ def capture(backend: Backend, step: Callable[[], torch.Tensor]) -> Graph:
 
 
 @backends
-@settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_next_ids_are_taken_by_the_row_of_the_last_step(name: str, data: st.DataObject) -> None:
     """Each request goes on from its own id, whatever its row and bucket were, also eagerly and behind refused calls."""
@@ -282,7 +280,6 @@ def mask_of(chosen: Step, ids: Texts, allows: Mapping[int, int]) -> torch.Tensor
 
 
 @backends
-@settings(max_examples=EXAMPLES)
 @given(
     data=st.data(),
     steps=steps_of(BUCKETS[-1]),

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
+import pytest
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied
@@ -25,6 +26,10 @@ TABLE = torch.randn(2 * WORDS, WIDTH, generator=torch.Generator().manual_seed(11
 def table_on(device: torch.device) -> torch.Tensor:
     """The table where a captured step may read it."""
     return TABLE.to(device)
+
+
+recording = pytest.mark.slotgraph_backends("cpu-capture", "cuda", "npu")
+"""Marks long tests of graphs: the backend `cpu` is left out, whose graph is the step itself."""
 
 
 class Ids(Inputs):  # one number a request

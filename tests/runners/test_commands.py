@@ -598,7 +598,7 @@ def test_what_a_target_is() -> None:
 
 def test_progress(folder: pathlib.Path) -> None:
     """At a terminal a bar on standard error has the time left; standard output has the report alone."""
-    line = [sys.executable, "-m", "slotgraph", "check", "checked_engine.py:make_sound", "--rounds", "150"]
+    line = [sys.executable, "-m", "slotgraph", "check", "checked_engine.py:make_sound", "--rounds", "50"]
     shown, terminal = os.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=terminal, cwd=folder, env=environment) as done:

@@ -202,7 +202,7 @@ def poison(runner: Any, seed: int) -> None:
     torch.manual_seed(seed)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(turns=st.lists(stretches(), min_size=2, max_size=12), lazy=st.booleans())
 def test_any_order_of_batches_is_right(backend: Backend, turns: Any, lazy: bool) -> None:
     """Decode, mixed and eager batches over garbage, by calls, fills, loops and the modes themselves."""
@@ -232,7 +232,7 @@ def test_any_order_of_batches_is_right(backend: Backend, turns: Any, lazy: bool)
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(turns=st.lists(stretches(), min_size=8, max_size=40), lazy=st.booleans())
 def test_any_long_order_of_batches_is_right(backend: Backend, turns: Any, lazy: bool) -> None:
     """The same for longer."""

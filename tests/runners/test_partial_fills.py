@@ -65,12 +65,12 @@ def pair(backend: str, lowering: str) -> tuple[Any, Any]:
 
 by_lowering = pytest.mark.parametrize("lowering", LADDER)
 by_backend = pytest.mark.parametrize("backend", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+lowerings = st.sampled_from(LADDER)
 rows = st.tuples(st.integers(1, 4), st.integers(0, 1), st.integers(0, 99), st.booleans())
 
 
 @by_backend
-@by_lowering
-@given(steps=st.lists(st.tuples(rows, st.sets(st.sampled_from(COPIED))), min_size=1, max_size=6))
+@given(lowering=lowerings, steps=st.lists(st.tuples(rows, st.sets(st.sampled_from(COPIED))), min_size=1, max_size=6))
 def test_two_parts_are_one_fill(backend: str, lowering: str, steps: list[Any]) -> None:
     """Whatever is written first, the rest makes it the fill of the whole batch."""
     buffers, others = pair(backend, lowering)
@@ -85,8 +85,7 @@ def test_two_parts_are_one_fill(backend: str, lowering: str, steps: list[Any]) -
 
 
 @by_backend
-@by_lowering
-@given(steps=st.lists(st.tuples(rows, st.sets(st.sampled_from(COPIED))), min_size=2, max_size=8))
+@given(lowering=lowerings, steps=st.lists(st.tuples(rows, st.sets(st.sampled_from(COPIED))), min_size=2, max_size=8))
 def test_a_skipped_slot_holds_the_last_batchs_rows_or_is_written(backend: str, lowering: str, steps: list[Any]) -> None:
     """A slot that is left holds the last batch's rows, which had these sizes; else the fill writes it, too."""
     buffers, others = pair(backend, lowering)

@@ -17,6 +17,7 @@ from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.check.checks import CheckReport
 from tests.runners.attention import kinds
 from tests.runners.attention.attended import ATTENTIONS, expected
+from tests.runners.models import recording
 
 PAGE = 4
 EVEN = [name for name in ATTENTIONS if not kinds.is_ragged(name)]
@@ -128,6 +129,7 @@ def checked(name: str, inputs: Any, backend: Backend, rounds: int) -> CheckRepor
     return slotgraph.check(runner, draw, rounds=rounds, progress=False)
 
 
+@recording
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_check_finds_nothing(name: str, backend: Backend) -> None:
     """Poison in tails reaches no live row, and each graph does what its step does."""

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, attention
@@ -50,6 +50,7 @@ def device(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.mark.parametrize("name", SETS)
+@settings(max_examples=settings().max_examples // 3)  # the interpreter is slow
 @given(data=st.data(), page=st.sampled_from([1, 3, 16]), columns=st.integers(1, 20), rows=st.integers(1, 9))
 def test_the_kernel_writes_what_the_functions_return(
     name: str, device: torch.device, data: st.DataObject, page: int, columns: int, rows: int

@@ -14,6 +14,7 @@ from slotgraph.backends import Backend
 from slotgraph.runners.attention import schedules
 from tests.runners.attention import kinds
 from tests.runners.attention.builders import Requests, starts
+from tests.runners.models import recording
 
 PAGE: Final = 4
 TILES: Final = 12  # blocks that the kernel launches, whatever the lengths are
@@ -244,6 +245,7 @@ class Stale(Planned):
     plan_workspace: torch.Tensor = computed(schedules.planned, shape=attention.PLAN_BYTES, dtype=torch.uint8, again=())
 
 
+@recording
 @pytest.mark.parametrize(("inputs", "is_found"), [(Planned, False), (Stale, True)])
 def test_check_finds_a_plan_that_is_stale(inputs: Any, *, is_found: bool, backend: Backend) -> None:
     """By its slot, with batches whose lengths differ."""

@@ -23,7 +23,7 @@ from slotgraph.runners.check.checks import CheckReport
 from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.steps.host_work import HostWork
 from tests.invariants.device import Device
-from tests.runners.models import TABLE, WORDS, decoder
+from tests.runners.models import TABLE, WORDS, decoder, recording
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -442,6 +442,7 @@ def test_sound_runner_has_no_findings(backend: "Backend") -> None:
     assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races", "weights"), 13)
 
 
+@recording
 @pytest.mark.parametrize("lowering", LADDER)
 def test_sound_rules_have_no_findings(backend: "Backend", lowering: str) -> None:
     """Slots that advance pass all checks, however that is done, and steps and calls go on as before."""

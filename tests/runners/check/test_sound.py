@@ -11,7 +11,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, errors
 from slotgraph.dataflow.slots import Output
 from tests.runners import prefilled
 from tests.runners.check.test_planted import OURS, passed, runner_of, sound
-from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch, recording
 from tests.runners.standard.batches import fixed_of
 from tests.runners.standard.test_runs import SHARDING, WIDTHS
 from tests.runners.test_draft import batch_of as drafted
@@ -105,6 +105,7 @@ OTHERS_READ = ("req_pool_indices", "seq_lens", "out_cache_loc", "num_correct_dra
 """Slots that the toy models of these tests have no use for."""
 
 
+@recording
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> None:
     """Each runner on batches of its own, outside of inference mode and inside of it."""
@@ -116,6 +117,7 @@ def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> N
         assert report.steps["poison"] == report.steps["races"] > 4
 
 
+@recording
 @pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)
 def test_standard_declarations(backend: "Backend", inputs: type[Inputs]) -> None:
     """Each declaration on drawn batches, with every optional slot and none, through a step that reads every slot."""
@@ -126,11 +128,12 @@ def test_standard_declarations(backend: "Backend", inputs: type[Inputs]) -> None
 
 
 @pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
-def test_every_lowering(cpu: str, lowering: str) -> None:
+def test_every_lowering(lowering: str) -> None:
     """However slots are filled, lazily captured or not, nothing is found in a sound runner, and a bug in another."""
-    passed(runner_of(sound, cpu, lowering=lowering, lazy=True), rounds=1)
+    passed(runner_of(sound, "cpu-capture", lowering=lowering, lazy=True), rounds=1)
     bug = OURS[0]
-    report = slotgraph.check(runner_of(bug.step, cpu, lowering=lowering), only=("poison",), progress=False, rounds=1)
+    runner = runner_of(bug.step, "cpu-capture", lowering=lowering)
+    report = slotgraph.check(runner, only=("poison",), progress=False, rounds=1)
     assert [finding.slot for finding in report.findings] == [bug.slot]
 
 

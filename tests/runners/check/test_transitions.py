@@ -118,4 +118,4 @@ def test_correct_declarations_are_not_blamed(lowering: str) -> None:
         report = report_on(world.inputs(), world.step, lowering=lowering, width=width)
         assert report.ok, str(report)
 
-    played(game, 5)
+    played(game, 3)

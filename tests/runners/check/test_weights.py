@@ -500,7 +500,6 @@ def drawn_inputs(draw: st.DrawFn) -> type[Inputs]:
     return types.new_class("Wider", (read,), {}, lambda namespace: namespace.update(body))
 
 
-THOROUGH = 200
 OUTSIDE = ("ids", "places", "weights", "flags", "count", "live", "twice")
 FAULTS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "dropout": (lambda step, rows: step.drop.train()(rows), "two replays of one batch differ"),
@@ -531,7 +530,7 @@ def found_in_any(data: st.DataObject, fault: str) -> None:
     assert [FAULTS[fault][1] in one.message for one in report.findings] == [True] * bool(fault), str(report)
 
 
-@settings(max_examples=settings().max_examples if settings().max_examples >= THOROUGH else 15)
+@settings(max_examples=settings().max_examples // 4)
 @given(data=st.data())
 def test_no_innocent_is_blamed(data: st.DataObject) -> None:
     """Nothing is found in any correct step of a correct declaration."""

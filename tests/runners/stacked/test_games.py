@@ -138,7 +138,7 @@ def test_any_stack_in_pieces_is_right_or_refused(backend: Backend, program: Prog
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(program=programs)
 def test_any_long_stack_is_right_or_refused(backend: Backend, program: Program) -> None:
     """The same for longer."""
