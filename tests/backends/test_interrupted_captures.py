@@ -73,7 +73,7 @@ def thread_state() -> list[Any]:
 
 @pytest.mark.parametrize(
     ("event", "stride"),
-    [("line", 1), pytest.param("opcode", 5, marks=pytest.mark.slow)],
+    [("line", 3), pytest.param("opcode", 5, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("around", [contextlib.nullcontext, torch.inference_mode, AUTOCAST])
 def test_an_interrupt_at_any_line_leaves_nothing_behind(around: Any, event: str, stride: int) -> None:

@@ -45,8 +45,11 @@ def with_arrays(runner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-def groups(backend: Backend, lowering: Any) -> dict[str, dict[str, Way]]:
-    """All rows of one lowering, each with a runner of its own; in each group the first is what the others are of."""
+def groups(backend: Backend, lowering: Any, most: int) -> dict[str, dict[str, Way]]:
+    """All rows of one lowering, each with a runner of its own; in each group the first is what the others are of.
+
+    most: How many sizes a row has.
+    """
     inputs, hosted = declare_decode(SLOTS), declare_decode(SLOTS, **_HOST_SLOTS)
     flat = declare_decode(SLOTS, table=copied(BATCH, COLUMNS, dtype=torch.int32, pad=0))
     paged = declare_decode(SLOTS, table=copied(BATCH, PAGES, dtype=torch.int32, pad=0))
@@ -56,7 +59,7 @@ def groups(backend: Backend, lowering: Any) -> dict[str, dict[str, Way]]:
         return captured_runner(kind, backend, PADDED, lowering, **options)
 
     def of_sizes(sizes: Sequence[int]) -> list[Any]:  # as many different batches, so that caches are as cold
-        return [draw(inputs, backend, size, number) for number, size in enumerate(sizes)]
+        return [draw(inputs, backend, size, number) for number, size in enumerate(sizes[:most])]
 
     def listed(make: Callable[[torch.Tensor], Any]) -> list[Any]:
         batches = [draw(hosted, backend, LIVE, number) for number in range(8)]
@@ -139,7 +142,7 @@ def test_sizes(backend: Backend, pytestconfig: pytest.Config) -> None:
     """All rows of all lowerings but the oracle."""
     shown = pytestconfig.getoption("capture") == "no"
     for lowering in (one for one in backend.capabilities.lowerings if one != ORACLE):
-        for group, ways in groups(backend, lowering).items():
+        for group, ways in groups(backend, lowering, PADDED if shown else 4).items():
             runs = {name: Run(way, batches) for name, (way, batches) in ways.items()}
             measure([*runs.values()], backend, *(_ROUNDS if shown else (1, 2, 0)))
             show(f"{backend.name}, {lowering}, {group}: host", {name: run.host for name, run in runs.items()})

@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving import paged_kernel
@@ -14,6 +14,7 @@ from tests.examples.demo import NEEDS, Generate, module
 from tests.examples.requests_in_pages import PAGES, Case, assert_close, cases
 
 
+@settings(max_examples=30)  # the interpreter is slow
 @given(case=cases(), part=st.sampled_from([32, 256]))
 def test_the_kernel_attends_as_plain_torch_does(case: Case, part: int) -> None:
     """For any number of rows, and of parts: it reads each request's tokens, and no other place."""

@@ -21,7 +21,7 @@ TABLES: Final = MOST * 2
 """How many requests have pages and a row of state at one time, those that are still launched included."""
 CHUNKS: Final = (2, 3, 8)
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-RUNS: Final = 20_400 if THOROUGH else 120
+RUNS: Final = 20_400 if THOROUGH else 72
 Act = Callable[[LaunchedStep], object]
 Rule = Callable[..., torch.Tensor]
 

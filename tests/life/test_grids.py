@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slotgraph
@@ -193,6 +193,7 @@ EACH: Final = {"decode": 2, "related": 2}
 """Tokens of a request, where they follow from requests."""
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_whatever_comes_is_right(backend: Backend, data: st.DataObject) -> None:
     """By any lowering, on any grid, with any variants: the promised graph runs, and gives what plain code gives."""

@@ -265,6 +265,7 @@ def test_a_failure_shows_the_users_line(project: Path) -> None:
         assert "runners/testing" not in shown[name], shown[name]
 
 
+@pytest.mark.slow
 def test_without_pytest_benchmark(project: Path) -> None:
     """The fixtures say what to install."""
     (project / "mine.py").write_text(INPUTS)
@@ -275,6 +276,7 @@ def test_without_pytest_benchmark(project: Path) -> None:
         assert f"{name} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_hypothesis(project: Path) -> None:
     """So does slotgraph.testing; the face of slotgraph needs nothing of it."""
     hidden = "import sys; sys.modules['hypothesis'] = None; import slotgraph; import slotgraph.testing"

@@ -16,6 +16,7 @@ from slotgraph.runners.check.trial import Finding
 from tests.runners.attention import kinds
 from tests.runners.attention.attended import flashinfer
 from tests.runners.attention.test_attention import cache_on
+from tests.runners.models import recording
 
 PAGE: Final = 4
 
@@ -94,6 +95,7 @@ def found(inputs: type[Inputs], backend: Backend, *, bounded: bool) -> list[Find
     return [*slotgraph.check(runner, draw, rounds=2, progress=False).findings]
 
 
+@recording
 @pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize(
     ("inputs", "check", "says"),

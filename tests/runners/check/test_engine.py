@@ -12,7 +12,7 @@ import torch
 import slotgraph
 from slotgraph import CACHE_LOC, TOKENS, copied
 from tests.runners.check.test_planted import passed
-from tests.runners.models import ready
+from tests.runners.models import ready, recording
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -57,6 +57,7 @@ def batches_on(backend: "Backend") -> Any:
     return make
 
 
+@recording
 def test_sound_engine(backend: "Backend", twins: Any) -> None:
     """On batches of its own, and on drawn ones of which no row reads the page that padded rows write."""
     runner = engine_of(twins, backend)
@@ -64,6 +65,7 @@ def test_sound_engine(backend: "Backend", twins: Any) -> None:
         passed(runner, batches, values=values)
 
 
+@recording
 def test_padded_rows_that_write_a_live_page(backend: "Backend", twins: Any) -> None:
     """Padded rows overwrite a sequence's keys: found by what they write there, through the slots it is made of."""
 

@@ -408,6 +408,7 @@ def assert_on_page(what: str, report: CheckReport) -> None:
     assert numberless[0] == numberless[1]
 
 
+@recording
 @pytest.mark.parametrize("bug", OURS, ids=lambda bug: bug.what)
 def test_planted_bug_is_found(backend: "Backend", bug: Planted) -> None:
     """Its check finds it, and names its slot alone."""

@@ -559,6 +559,6 @@ def references_to(kind: str, backend: Backend, seed: int) -> list[weakref.ref[An
 @each_kind
 def test_nothing_of_a_deleted_runner_lives_on(backend: Backend, kind: str) -> None:
     """Nothing of a runner lives on: not its model, nor weights and caches."""
-    references = [one for seed in range(50 if kind == "breakable" else 5) for one in references_to(kind, backend, seed)]
+    references = [one for seed in range(10 if kind == "breakable" else 5) for one in references_to(kind, backend, seed)]
     gc.collect()
     assert [one() for one in references if one() is not None] == []
