@@ -140,7 +140,8 @@ def _words(table: torch.Tensor, packet: torch.Tensor) -> list[int]:
 
 def _live(row: list[int], words: list[int], *, before: bool = False) -> int:
     """Return the number of live elements of a table row, which is 0 outside the live rows of its first axis."""
-    padded, count, inner, own, owns = row[4], *row[11:15]
+    padded = row[4]
+    count, inner, own, owns = row[11:15]
     shift = (count >> 32) * before
     return min(words[(count & _PLACE) + shift] * inner, padded) if own < words[owns + shift] else 0
 

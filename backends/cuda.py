@@ -163,7 +163,8 @@ class CudaBackend(StreamBackend):
 
     def order(self, first: int, then: int) -> None:
         """Make the stream of handle `then` wait for the work submitted so far to that of handle `first`."""
-        (earlier, event), (later, _) = _stream_of(first, self.device), _stream_of(then, self.device)
+        earlier, event = _stream_of(first, self.device)
+        later, _ = _stream_of(then, self.device)
         event.record(earlier)
         later.wait_event(event)
 

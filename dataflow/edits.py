@@ -242,7 +242,8 @@ class RowBucket:
                 if name not in self.rows:
                     self._words[name].copy_(values)
                     continue
-                (dim, _), layout = self.rows[name], self._layouts[name]
+                dim, _ = self.rows[name]
+                layout = self._layouts[name]
                 new = values if chosen is None else values.index_select(dim, chosen[layout])
                 self._words[name].index_copy_(dim, to[layout], new)
 

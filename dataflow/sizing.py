@@ -246,7 +246,8 @@ class Sizer:
         requests = {size for one, size in sizes if one.declared == Dim.of(axis)}
         if not self._factor or len(tokens) != 1 or len(requests) != 1:
             return 0
-        [(expected, many)], [few] = tokens, requests
+        [(expected, many)] = tokens
+        [few] = requests
         factor, rest = divmod(many, few or many + 1)
         return 0 if rest or factor == expected else factor
 
