@@ -140,7 +140,8 @@ def _faults(to: Buffer, source: Any, shape: Extent) -> Iterator[Fault]:
     """Yield each thing that is wrong with a source that can be read."""
     name = to.name
     if not isinstance(source, torch.Tensor):
-        yield Fault(name, f"{_expected(to, shape)}, got {type(source).__name__}; give a tensor, an array or a list")
+        taken = "a tensor, an array or a list" if shape else "a tensor or a NumPy number"
+        yield Fault(name, f"{_expected(to, shape)}, got {type(source).__name__}; give {taken}")
         return
     dtype = to.tensor.dtype
     device = to.tensor.device

@@ -284,8 +284,9 @@ def declare(
     return attrs.evolve(made, arguments=side if all(isinstance(one, Path | Call) for one in read) else None)
 
 
+@functools.cache
 def _live_rows(axis: Axis) -> Slot:
-    """Make the slot that holds the live rows of an axis."""
+    """Make the slot that holds the live rows of an axis: the same in all runners, so that declarations compare."""
 
     def live_rows(step: Step) -> int:
         return step.live(axis)

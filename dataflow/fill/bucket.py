@@ -597,13 +597,14 @@ def _merged(plan: FillPlan) -> list[CopyGroup]:
 def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> Views:
     """Return the slots' values as a fill would make them, but with the batch's own tensors instead of copies.
 
-    Host data becomes a tensor on its slot's device, and a slot that the step writes becomes a copy. Raises the errors
-    of a fill.
+    Host data becomes a tensor on its slot's device. A source of another dtype, or of a slot that the step writes,
+    becomes a copy. Raises the errors of a fill.
     """
     given = bucket.tensors(batch, live, side)
-    slots = bucket.declaration.slots
-    own = {name: one.clone() if slots[name].rewritten or slots[name].restored else one for name, one in given.items()}
-    views = {**bucket.at(live).shown(), **own}
+    views = {**bucket.at(live).shown()}
+    for name, source in given.items():
+        slot = bucket.declaration.slots[name]
+        views[name] = source.to(views[name].dtype, copy=slot.rewritten or slot.restored)
     step = bucket.step(live)
     with torch.no_grad():
         for _, computation in bucket.computations(views):

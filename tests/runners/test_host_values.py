@@ -130,3 +130,17 @@ def test_a_function_may_return_an_empty_list() -> None:
     buffers = InputBuffers(Values, {TOKENS: 4, BATCH: 4, HIDDEN: 5}, backend="cpu")
     view = buffers.fill({"ids": [], "floats": [], "pairs": [], "towers": [[], []], "hosted": []})
     assert view.pairs.tolist() == [[0, 0]] * 4
+
+
+class Scaled(Inputs):
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    scale: torch.Tensor = copied(dtype=torch.float32)
+
+
+def test_a_slot_without_dims_takes_what_its_error_says() -> None:
+    """A Python number has no dtype and is refused; a tensor or a NumPy number is taken."""
+    runner: Any = EagerRunner(Scaled, lambda view: view.ids * view.scale, backend="cpu")
+    with pytest.raises(BatchError, match=r"'scale': .* got float; give a tensor or a NumPy number"):
+        runner({"ids": [3], "scale": 0.5})
+    for scale in (torch.tensor(0.5), np.float32(0.5)):
+        assert runner({"ids": [3], "scale": scale}).tolist() == [1.5]

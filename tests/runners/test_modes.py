@@ -450,3 +450,21 @@ def test_pieces_are_a_mode_too(backend: Backend) -> None:
     assert taken == ["small", "large", "pieces", "pieces"]
     right = (MIXED["ids"] * 0.5).sin() + MIXED["ids"] % 7
     torch.testing.assert_close(runner(MIXED).cpu(), right)
+
+
+class Ends(Inputs):
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    ends: torch.Tensor = computed(lambda lens: lens.cumsum(0), shape=BATCH, dtype=torch.int64, pad=-1)
+
+
+def test_functions_on_the_device_may_have_tails(backend: Backend) -> None:
+    """Modes share a declaration whose computed slots have tails, which read the live rows."""
+    modes = {
+        str(size): DecodeRunner(Ends, lambda view: view.ends + 0, buckets=[size], output_rows=None, backend=backend)
+        for size in (2, 4)
+    }
+    runner = ModeRunner(modes)
+    runner.capture()
+    for lens in ([3], [5, 6, 7], [4, 1]):
+        ends = torch.tensor(lens).cumsum(0).tolist()
+        assert runner({"lens": lens}).tolist() == ends + [-1] * (-len(lens) % 2)

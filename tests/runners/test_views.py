@@ -12,7 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, output, staged
+from slotgraph import (
+    BATCH,
+    CACHE_LOC,
+    TOKENS,
+    Axis,
+    DecodeRunner,
+    EagerRunner,
+    Inputs,
+    computed,
+    constant,
+    copied,
+    output,
+    staged,
+)
 from slotgraph.dataflow import environment
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, DeclarationError, ReplayError
@@ -317,3 +330,19 @@ def test_without_copies_a_step_sees_the_batchs_tensors(cpu: str, monkeypatch: py
         for slot, bad in (("weights", torch.rand(4)), ("places", torch.rand(5)), ("pairs", None)):
             with pytest.raises(BatchError, match=f"'{slot}'"):
                 runner({**random_batch(5, seed=6), slot: bad})
+
+
+class ConvertedInputs(Inputs):
+    small: torch.Tensor = copied(BATCH, dtype=torch.uint8, pad=0, converts=(torch.int64,))
+    places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0)
+    after: torch.Tensor = computed(lambda small: small + 1, shape=BATCH, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("no_copy", [False, True])
+def test_a_view_has_the_slots_dtypes(cpu: str, *, no_copy: bool) -> None:
+    """A source of another dtype that the slot takes is converted, also where other tensors are handed through."""
+    runner: Any = EagerRunner(ConvertedInputs, lambda view: view, backend=cpu, no_copy=no_copy)
+    for dtype in (torch.uint8, torch.int64):
+        view = runner({"small": torch.tensor([7, 255], dtype=dtype), "places": torch.tensor([3, 4], dtype=torch.int32)})
+        assert (view.small.dtype, view.places.dtype) == (torch.uint8, torch.int64)
+        assert (view.small.tolist(), view.places.tolist(), view.after.tolist()) == ([7, 255], [3, 4], [8, 0])
