@@ -89,6 +89,7 @@ class Chain(Generic[V]):
         self._graphs = graphs
         self.buffers = graphs.buffers
         self._use = graphs.buffers.use
+        self._lock = runner.step_lock
         self._hosts = graphs.filler.hosts
         self._ranks = runner.coordinator
         self._loop = loop
@@ -221,7 +222,7 @@ class Chain(Generic[V]):
         Returns:
             The steps' requests in the order of their rows, or None if no rank has any, so that no step is run.
         """
-        use, clock, filler = self._use, self._graphs.clock, self._graphs.filler
+        use = self._use
         if use.fills != self._fills:
             raise ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
         if self._forks != FORKS.count:
@@ -230,7 +231,12 @@ class Chain(Generic[V]):
             )
         if self._by_calls:
             return self._call(idle=idle)
-        with self._runner.step_lock.open():
+        clock = self._graphs.clock
+        filler = self._graphs.filler
+        lock = self._lock.lock
+        if lock.locked():
+            raise self._lock.refusal()
+        with lock:
             moved = not self._ranks.alone and self._agree(idle=idle)
             if moved is None:
                 return None
