@@ -139,7 +139,8 @@ class Filling:
 
     def first_nodes(self) -> None:
         """Run what a graph of the whole step begins with: rules of slots, the kernel, and functions on the device."""
-        filler, bucket = self.filler, self.bucket
+        filler = self.filler
+        bucket = self.bucket
         if filler.lowering.is_in_graph:
             rules = bucket.transitions[DEVICE]
             if rules.leaves(bucket.fused):
@@ -258,7 +259,7 @@ class Filler(Generic[V]):
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
     compile_computed: bool | None = None
     _tables: int = 0
-    _edits: dict[Any, tuple[RowBucket, Filling]] = attrs.field(factory=dict)  # by sizes and absent slots
+    _edits: dict[Any, tuple[RowBucket, Graph, object]] = attrs.field(factory=dict)  # by sizes and absent slots
 
     def __attrs_post_init__(self) -> None:
         """Make what all buckets share."""
@@ -341,13 +342,11 @@ class Filler(Generic[V]):
             bucket = self._bucket(sizes, absent, **own)
             table = self._table(bucket, fusion)
             edit = fusion.edit(table, self.feed.upload.packet, [lane.target for lane in bucket.lanes])
-            filling = Filling(self, bucket, table=table, kernel=edit)  # keep the table alive, since the graph reads it
             self.feed.disarm()
             warm_up(stage.backend, edit)
-            filling.alone = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
-            self._edits[key] = RowBucket(bucket), filling
-        rows, filling = self._edits[key]
-        return rows, filling.alone
+            graph = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
+            self._edits[key] = RowBucket(bucket), graph, (table, edit)  # which the graph reads
+        return self._edits[key][:2]
 
     def _table(self, bucket: Bucket, fusion: Fusion) -> torch.Tensor:
         """Make the kernel's table of a bucket, on the device."""
@@ -361,7 +360,9 @@ class Filler(Generic[V]):
 
         The step also waits for graphs of the same pool, and for buffers that share memory.
         """
-        use, clock, stream = self.buffers.use, self.clock, self.stream()
+        use = self.buffers.use
+        clock = self.clock
+        stream = self.stream()
         for last in {use.stream, clock.stream, *(other.stream for other in use.neighbours)}:
             if last is not None and last != stream:
                 self.stage.backend.order(last, stream)
@@ -445,9 +446,9 @@ class GraphSet(Generic[V]):
     variants: Mapping[VariantKey, Mapping[str, Any]]
     axes: Sequence[Axis]
     output_rows: Axis | None
-    recipe: Recipe | None
-    holder: Callable[..., Any] | None
-    parameters: Mapping[str, str]
+    recipe: Recipe | None = None
+    holder: Callable[..., Any] | None = None
+    parameters: Mapping[str, str] = attrs.field(factory=dict)
     chunks: Chunks | None = None
     report: CaptureReport | None = None
     captured: Mapping[Key, Captured] = attrs.field(factory=dict)

@@ -120,7 +120,10 @@ class LaunchedStep(Generic[Out]):
         Raises:
             StaleOutputError: The launch `ahead` + 2 later, which uses the same host memory, has been.
         """
-        return self._loop.read(self._launch, self._place, self.number)
+        launch = self._launch
+        if not launch.is_ready:
+            self._loop.wait(launch, self.number)
+        return self._loop.handed_out(launch.number, launch.copies.outputs[self._place][0])
 
     @property
     def lands(self) -> int:
@@ -139,7 +142,21 @@ class LaunchedStep(Generic[Out]):
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
                 whole, by `output_rows=None`.
         """
-        return self._loop.tokens(self._launch, self._place, self.number, self.keys)
+        loop = self._loop
+        launch = self._launch
+        place = self._place
+        if not launch.is_ready:
+            loop.wait(launch, self.number)
+        known = launch.copies.rows
+        if known[place] is None:
+            known[place] = loop.rows(*launch.copies.outputs[place], len(self.keys))
+        rows, done = known[place]
+        pairs = list(zip(self.keys, rows()))  # noqa: B905 - there are as many rows, and strict= takes 0.2 us
+        if done is not None:
+            flags = done()
+            if True in flags:
+                pairs = [pair for pair, is_done in zip(pairs, flags, strict=True) if not is_done]
+        return pairs if self.number >= loop.changed else loop.counted(self.number, pairs)
 
     def needs(self, slot: str, *, steps: int = 1) -> dict[Any, int]:
         """Return what each request needs in a step that is launched later, to reserve memory for it before.
@@ -228,6 +245,7 @@ class StepLoop(Generic[V, Out]):
     Attributes:
         launched: How many steps were launched so far.
         launches: How many launches these were.
+        changed: The first step with exactly the present requests, all of whose rows count.
     """
 
     def __init__(
@@ -268,7 +286,7 @@ class StepLoop(Generic[V, Out]):
         # requests that have left, their steps that still count, and the launch of the last one
         self._ended: list[tuple[Hashable, range, int]] = []
         self._stamps = GENERATIONS in runner.config.modes
-        self._changed = 0  # the first step with exactly the present requests, all of whose rows count
+        self.changed = 0
         self._depth = ahead + 2  # places of the ring: the host memory that launches use in turn
         self._memory: list[dict[Hashable, OutputCopies]] = [{} for _ in range(self._depth)]
         self._ring: list[Launch | None] = [None] * self._depth  # the last launch that used each place
@@ -280,7 +298,8 @@ class StepLoop(Generic[V, Out]):
         # for each slot of `needs`, the slot whose number is predicted, and for ragged rows their length as its function
         self._needs = dict[str, tuple[str, Compute | bool | None]]()
         for name in needs:
-            number, length = name, slots[name].ragged if name in kept else None
+            number = name
+            length = slots[name].ragged if name in kept else None
             if isinstance(length, Compute):
                 number = next(need for need in length.needs if need != SETTINGS)
             self._needs[name] = number, length
@@ -315,7 +334,8 @@ class StepLoop(Generic[V, Out]):
 
     def _steps(self) -> Iterator[LaunchedStep[Out] | None]:
         """Yield None, and then the steps in order. Others are launched meanwhile."""
-        waiting, counts = collections.deque[LaunchedStep[Out]](), self._runner.tally.ahead
+        waiting = collections.deque[LaunchedStep[Out]]()
+        counts = self._runner.tally.ahead
         others = not self._runner.coordinator.quiet  # other ranks may have requests when this rank has none
         try:
             with self._chain.looping():
@@ -392,7 +412,9 @@ class StepLoop(Generic[V, Out]):
 
     def _copies(self) -> OutputCopies:
         """Allocate host memory for the outputs of the last launch, and return how they are copied there."""
-        outputs, targets, sources = self._chain.outputs(), list[torch.Tensor](), list[torch.Tensor]()
+        outputs, stacked = self._chain.outputs()
+        targets = list[torch.Tensor]()
+        sources = list[torch.Tensor]()
         if self._read is not None:
             outputs = [(chosen_parts(made, self._read), done) for made, done in outputs]
 
@@ -406,7 +428,7 @@ class StepLoop(Generic[V, Out]):
 
         stacks = {
             one.untyped_storage().data_ptr(): functools.cache(functools.partial(copied, one))
-            for one in self._chain.stacks()
+            for one in stacked
             if 0 < one.nbytes <= MOST_AT_ONCE
         }
 
@@ -421,20 +443,7 @@ class StepLoop(Generic[V, Out]):
         made = map_tensors(outputs, on_host, lambda leaf: constant_leaf(leaf, "which steps() cannot copy to the host"))
         return OutputCopies(made, len(targets), _starter(targets, sources), [None] * len(made))
 
-    def read(self, launch: Launch, place: int, number: int) -> Out:
-        """Wait for the copies of a step's outputs, and return them, as clones if the runner's options ask for that."""
-        if not launch.is_ready:
-            self._wait(launch, number)
-        outputs: Out = launch.copies.outputs[place][0]
-        if self._runner.config.outputs == "copy":
-            return own_copy(outputs)
-        if self._stamps:
-            return map_tensors(  # type: ignore[no-any-return] # the same structure
-                outputs, lambda tensor: Stamped.stamp(tensor, lambda: self._is_overwritten(launch.number))
-            )
-        return outputs
-
-    def _wait(self, launch: Launch, number: int) -> None:
+    def wait(self, launch: Launch, number: int) -> None:
         """Wait for the copies of a launch's outputs. Raise StaleOutputError if they are overwritten. number: A step."""
         if self._is_overwritten(launch.number):
             raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
@@ -445,26 +454,23 @@ class StepLoop(Generic[V, Out]):
         """Return whether a later launch uses the host memory of this one."""
         return launch + self._depth < self.launches
 
-    def tokens(self, launch: Launch, place: int, number: int, keys: Keys) -> list[tuple[Any, Any]]:
+    def handed_out(self, launch: int, outputs: Out) -> Out:
+        """Return outputs of a launch as the runner's options ask for them: as clones, stamped, or as they are."""
+        if self._runner.config.outputs == "copy":
+            return own_copy(outputs)
+        if self._stamps:
+            return map_tensors(  # type: ignore[no-any-return] # the same structure
+                outputs, lambda tensor: Stamped.stamp(tensor, lambda: self._is_overwritten(launch))
+            )
+        return outputs
+
+    def counted(self, number: int, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Return the rows of a step that still count: of live requests, and of others until their known end."""
-        if not launch.is_ready:
-            self._wait(launch, number)
-        known = launch.copies.rows
-        if known[place] is None:
-            known[place] = self._rows(*launch.copies.outputs[place], len(keys))
-        rows, done = known[place]
-        pairs = list(zip(keys, rows()))  # noqa: B905 - there are as many rows, and strict= takes 0.2 us
-        if done is not None:
-            flags = done()
-            if True in flags:
-                pairs = [pair for pair, is_done in zip(pairs, flags, strict=True) if not is_done]
-        if number >= self._changed:
-            return pairs
         launched = self.launched
         ended = {key for key, steps, _ in self._ended if number in steps}
         return [pair for pair in pairs if pair[0] in ended or self._since.get(pair[0], launched) <= number]
 
-    def _rows(self, outputs: Any, done: torch.Tensor | None, requests: int) -> tuple[Any, Any]:
+    def rows(self, outputs: Any, done: torch.Tensor | None, requests: int) -> tuple[Any, Any]:
         """Return calls that read a step's rows of requests, and who was done before it: see `OutputCopies.rows`."""
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(
@@ -494,7 +500,7 @@ class StepLoop(Generic[V, Out]):
                 self._ended.append((key, range(since, self.launched), self.launches - 1))
         for ragged in self._ragged.values():
             ragged.forget(gone)
-        self._changed = self.launched
+        self.changed = self.launched
         self._chain.leave(gone)
 
     def join(self, batch: Any, keys: SomeKeys) -> None:
@@ -504,19 +510,21 @@ class StepLoop(Generic[V, Out]):
             raise BatchError("these steps() have ended: begin again with all live requests")
         self._chain.join(batch, new)
         self._since.update(dict.fromkeys(new, self.launched))
-        self._changed = self.launched
+        self.changed = self.launched
         self._note(new, batch)
 
     def edit(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.edit`."""
-        some, slots = self._live_keys(keys, "edit({}, ...)"), self._runner.stage.declaration.by_slot(slots)
+        some = self._live_keys(keys, "edit({}, ...)")
+        slots = self._runner.stage.declaration.by_slot(slots)
         self._chain.edit(some, slots)
         for name, rows in slots.items():
             self._note_rows(name, some, rows)
 
     def append(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.append`."""
-        some, ragged = self._live_keys(keys, "append({}, ...)"), self._ragged
+        some = self._live_keys(keys, "append({}, ...)")
+        ragged = self._ragged
         slots = self._runner.stage.declaration.by_slot(slots)
         for name in slots:
             if name not in ragged:
@@ -533,7 +541,8 @@ class StepLoop(Generic[V, Out]):
         if slot not in [*self._needs]:  # a list: `slot` may be unhashable
             raise ConfigError(f"slot {slot!r} is not predicted: name it when steps() begins, needs=[{slot!r}]")
         read, length = self._needs[slot]
-        known, growth = self._values[read], self._growths[read]
+        known = self._values[read]
+        growth = self._growths[read]
         for key, value in known.items():
             if isinstance(value, tuple):
                 step, values, row = value
