@@ -178,7 +178,6 @@ class CapturingRunner(Runner[V, Out]):
             chosen: Why a bucket is chosen among those that hold a batch, if there may be several.
         """
         declaration = stage.declaration
-        lead, *_ = axes
         self._given = given
         self._output_rows = output_rows
         self.cuts = output_rows is not None
@@ -186,9 +185,9 @@ class CapturingRunner(Runner[V, Out]):
         config.check(stage.backend.capabilities)
         patterns = patterns_of(declaration, given.get("absent", ()))
         variants = variants_of(declaration, given.get("variants", ()))
-        size = Sizer(declaration, stage.relations, self._capacity, lead, factor=factor)
+        size = Sizer(declaration, stage.relations, self._capacity, axes[0], factor=factor)
         kind = type(self).__name__
-        coordinator = coordinator_of(declaration, kind, config, sizes, patterns, lead, variants=variants)
+        coordinator = coordinator_of(declaration, kind, config, sizes, patterns, axes[0], variants=variants)
         if not coordinator.quiet and (variants or len(axes) > 1):
             raise ConfigError(
                 f"ranks exchange one size of a bucket and no field, and {kind} has buckets on "
@@ -208,13 +207,18 @@ class CapturingRunner(Runner[V, Out]):
             text = frozen_text(frozen)
             reason = f"bucket {bucket} fits{chosen}{', with ' * bool(text)}{text}"
             self._fits[bucket, variant] = Decision(path, bucket, "fits", reason, variant=text)
-        self._choices = [(one.select, declaration.fields[one.field].read) for one in variants]
-        known = {one.field for one in variants}
-        fields = [field for name, field in declaration.fields.items() if name not in known]
-        self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
+        self._note_fields()
         self._is_plain = config.max_waste >= 1 and coordinator.alone  # whether sizes and fields alone decide
         self._routes = dict[tuple[BucketKey | None, Absent, VariantKey], Route[V]]()
         self._join_memory(given)
+
+    def _note_fields(self) -> None:
+        """Prepare the choice by values of fields: those of variants, and the defaults that all graphs have frozen."""
+        declaration = self.stage.declaration
+        self._choices = [(one.select, declaration.fields[one.field].read) for one in self.variants]
+        known = {one.field for one in self.variants}
+        fields = [field for name, field in declaration.fields.items() if name not in known]
+        self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
 
     def _join_memory(self, given: Mapping[str, Any]) -> None:
         """Prepare the memory of the slots: adopted tensors, and a pool's. Raises ConfigError and BindError."""

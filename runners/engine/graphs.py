@@ -14,7 +14,7 @@ from typing import Any, Generic
 import attrs
 import torch
 
-from ...backends.base import Fusion, Graph
+from ...backends.base import Graph
 from ...dataflow import log
 from ...dataflow.axes import BATCH, Axis, Live, Sizes
 from ...dataflow.buffers import Buffers, at_rest, overlaps, span
@@ -123,8 +123,7 @@ class Filling:
         filler: The state that all buckets share.
         bucket: The bucket.
         computes: Whether a fill also runs functions on the device, because no graph does.
-        table: The kernel's table, if there is a kernel.
-        kernel: Launches the kernel, which reads the table.
+        kernel: Launches the kernel, if there is one.
         alone: A graph of the kernel alone, for fills that must end before the step's graph starts.
         compiled: Calls that run the functions on the device, if they are compiled.
     """
@@ -132,7 +131,6 @@ class Filling:
     filler: "Filler[Any]"
     bucket: Bucket
     computes: bool = False
-    table: torch.Tensor | None = None
     kernel: Any = None
     alone: Graph | None = None
     compiled: Sequence[Callable[[], None]] | None = None
@@ -304,12 +302,11 @@ class Filler(Generic[V]):
             computes: Whether fills also run functions on the device.
             options: `exact` and `frozen`, as for `Bucket`.
         """
-        fusion, bucket = self._fusion, self._bucket(sizes, absent, **options)
+        fusion = self._fusion
+        bucket = self._bucket(sizes, absent, **options)
         if fusion is None:
             return Filling(self, bucket, computes)
-        table = self._table(bucket, fusion)
-        targets = [lane.target for lane in bucket.lanes]
-        return Filling(self, bucket, computes, table, fusion.kernel(table, self.feed.upload.packet, targets))
+        return Filling(self, bucket, computes, self._launcher(fusion.kernel, bucket, fusion.block))
 
     def _bucket(self, sizes: Sizes, absent: Absent, **options: Any) -> Bucket:
         stage, given = self.stage, {"lowering": self.lowering.name, "feed": self.feed, "table": self.table, **options}
@@ -340,20 +337,19 @@ class Filler(Generic[V]):
         key = absent, *sizes.values()
         if key not in self._edits:
             bucket = self._bucket(sizes, absent, **own)
-            table = self._table(bucket, fusion)
-            edit = fusion.edit(table, self.feed.upload.packet, [lane.target for lane in bucket.lanes])
+            edit = self._launcher(fusion.edit, bucket, fusion.block)
             self.feed.disarm()
             warm_up(stage.backend, edit)
             graph = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
-            self._edits[key] = RowBucket(bucket), graph, (table, edit)  # which the graph reads
+            self._edits[key] = RowBucket(bucket), graph, edit  # the graph reads what it keeps
         return self._edits[key][:2]
 
-    def _table(self, bucket: Bucket, fusion: Fusion) -> torch.Tensor:
-        """Make the kernel's table of a bucket, on the device."""
+    def _launcher(self, kernel: Callable[..., Callable[[], None]], bucket: Bucket, block: int) -> Callable[[], None]:
+        """Return a call that launches a kernel over a bucket's table, which the call keeps. block: See `Fusion`."""
         with outside_inference():
-            table = torch.from_numpy(bucket.table_of_lanes(fusion.block)).to(self.stage.backend.device)
+            table = torch.from_numpy(bucket.table_of_lanes(block)).to(self.stage.backend.device)
         self._tables += table.nbytes
-        return table
+        return kernel(table, self.feed.upload.packet, [lane.target for lane in bucket.lanes])
 
     def order(self) -> None:
         """Let a step on another stream than the last one wait for it, because both use the same memory.

@@ -145,7 +145,7 @@ class State:
         holder: Callable[..., Any] | None = None,
         inside: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> "State":
-        """Run a step once, record the memory that it changes, and restore it.
+        """Run a step once, record what it changes, and restore it. Raise CheckError if there is no room for copies.
 
         Args:
             backend: The device of the step.
@@ -154,9 +154,6 @@ class State:
             exact: Whether to keep only the elements that this run writes, not whole storages.
             holder: The object from which the pieces are reached, for their names in errors.
             inside: Called before an operator writes a part of a slot.
-
-        Raises:
-            CheckError: Copies would take too much memory.
         """
         pieces = list[Piece]()
         copies = list[torch.Tensor]()
