@@ -178,16 +178,16 @@ class CapturingRunner(Runner[V, Out]):
             chosen: Why a bucket is chosen among those that hold a batch, if there may be several.
         """
         declaration = stage.declaration
-        lead, *_ = axes
         self._given = given
-        self._output_rows, self.cuts = output_rows, output_rows is not None
+        self._output_rows = output_rows
+        self.cuts = output_rows is not None
         self._capacity = {axis: max(padded[axis] for padded in sizes.values()) for axis in next(iter(sizes.values()))}
         config.check(stage.backend.capabilities)
         patterns = patterns_of(declaration, given.get("absent", ()))
         variants = variants_of(declaration, given.get("variants", ()))
-        size = Sizer(declaration, stage.relations, self._capacity, lead, factor=factor)
+        size = Sizer(declaration, stage.relations, self._capacity, axes[0], factor=factor)
         kind = type(self).__name__
-        coordinator = coordinator_of(declaration, kind, config, sizes, patterns, lead, variants=variants)
+        coordinator = coordinator_of(declaration, kind, config, sizes, patterns, axes[0], variants=variants)
         if not coordinator.quiet and (variants or len(axes) > 1):
             raise ConfigError(
                 f"ranks exchange one size of a bucket and no field, and {kind} has buckets on "
@@ -195,7 +195,10 @@ class CapturingRunner(Runner[V, Out]):
                 "same batches can have these, Ranks(equal=True)"
             )
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
-        self.sizes, self.patterns, self.axes, self.variants = sizes, patterns, tuple(axes), variants
+        self.sizes = sizes
+        self.patterns = patterns
+        self.axes = tuple(axes)
+        self.variants = variants
         self._places = {axis: n for n, axis in enumerate(declaration.varying) if axis not in stage.relations}
         self._selector = BucketSelector(sizes, self._places)
         self._frozen = frozen_by(variants)
@@ -204,17 +207,23 @@ class CapturingRunner(Runner[V, Out]):
             text = frozen_text(frozen)
             reason = f"bucket {bucket} fits{chosen}{', with ' * bool(text)}{text}"
             self._fits[bucket, variant] = Decision(path, bucket, "fits", reason, variant=text)
-        self._choices = [(one.select, declaration.fields[one.field].read) for one in variants]
-        known = {one.field for one in variants}
-        fields = [field for name, field in declaration.fields.items() if name not in known]
-        self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
+        self._note_fields()
         self._is_plain = config.max_waste >= 1 and coordinator.alone  # whether sizes and fields alone decide
         self._routes = dict[tuple[BucketKey | None, Absent, VariantKey], Route[V]]()
         self._join_memory(given)
 
+    def _note_fields(self) -> None:
+        """Prepare the choice by values of fields: those of variants, and the defaults that all graphs have frozen."""
+        declaration = self.stage.declaration
+        self._choices = [(one.select, declaration.fields[one.field].read) for one in self.variants]
+        known = {one.field for one in self.variants}
+        fields = [field for name, field in declaration.fields.items() if name not in known]
+        self._seen = {field: field.read(None) for field in fields if field.default is not attrs.NOTHING}
+
     def _join_memory(self, given: Mapping[str, Any]) -> None:
         """Prepare the memory of the slots: adopted tensors, and a pool's. Raises ConfigError and BindError."""
-        config, stage = self.config, self.stage
+        config = self.config
+        stage = self.stage
         bind = checked_keys("bind", "a mapping of slots' names to tensors", given.get("bind", {}), str)
         keep = checked("keep_bound", "True or False", given.get("keep_bound", False), bool)
         self._allocate = functools.partial(stage.allocate, self._capacity, bind, keep_bound=keep)
@@ -228,7 +237,7 @@ class CapturingRunner(Runner[V, Out]):
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
         """Return the arguments of `GraphSet` that say which part of a step is captured: by default the whole step."""
         del buffers
-        return {"recipe": None, "holder": self.stage.step, "parameters": self.stage.declaration.parameters}
+        return {"holder": self.stage.step, "parameters": self.stage.declaration.parameters}
 
     @abc.abstractmethod
     def _route_of(self, captured: Captured) -> Route[V]:
@@ -244,7 +253,9 @@ class CapturingRunner(Runner[V, Out]):
     @functools.cached_property
     def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
         """The captured buckets, and the buffers that they read."""
-        config, stage, buffers = self.config, self.stage, self._buffers
+        config = self.config
+        stage = self.stage
+        buffers = self._buffers
         lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
         if LOWERINGS[lowering].is_in_graph and not self.is_whole:
             lowering = "fused"  # code before the first graph also reads the slots
@@ -323,42 +334,49 @@ class CapturingRunner(Runner[V, Out]):
         Raises:
             ConfigError: There is no such bucket or slot.
         """
-        declaration, sizes, pattern = self.stage.declaration, self.sizes.get(bucket), Pattern(absent, in_place, hosted)
+        declaration = self.stage.declaration
+        sizes = self.sizes.get(bucket)
+        pattern = Pattern(absent, in_place, hosted)
         pattern.check(declaration)
         if sizes is None:
             known = ", ".join(map(str, self.sizes))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
-        capabilities, foreign = self.stage.backend.capabilities, self.graphs.buffers.foreign
+        capabilities = self.stage.backend.capabilities
+        foreign = self.graphs.buffers.foreign
         return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
 
-    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
-        """Return the path of a batch with these live sizes, the leading axis last.
-
-        Raise ReplayError before anything is captured.
-        """
-        bucket, variant, report = self._selector.select(live), self._variant(batch), self.graphs.report
+    def _decide(self, call: ReadBatch) -> Decision:
+        bucket = self._selector.select(call.live)
+        variant = self._variant(call.batch)
+        report = self.graphs.report
         why: Why
         if report is None:
             raise ReplayError("nothing is captured yet: call capture() first")
         if not self.config.graphs:
-            why, reason = "disabled", "graphs are switched off, by graphs=False"
+            why = "disabled"
+            reason = "graphs are switched off, by graphs=False"
         elif bucket is None:
-            why, reason = "too_large", self._why_too_large(live)
-        elif (share := self._waste(live, bucket)) > self.config.max_waste:
+            why = "too_large"
+            reason = self._why_too_large(call.live)
+        elif (share := self._waste(call.live, bucket)) > self.config.max_waste:
             why = "waste"
             reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {self.config.max_waste:.0%}"
         elif None in variant:
             one = self.variants[variant.index(None)]
-            came = _brief(self.stage.declaration.fields[one.field].read(batch))
-            why, reason = "field_differs", f"field {one.field!r} is {came}, and graphs were captured for {one}"
-        elif not self.graphs.has(bucket, absent, variant):
-            names, failed = ", ".join(map(repr, sorted(absent))), report.failed.get(bucket)
+            came = _brief(self.stage.declaration.fields[one.field].read(call.batch))
+            why = "field_differs"
+            reason = f"field {one.field!r} is {came}, and graphs were captured for {one}"
+        elif not self.graphs.has(bucket, call.absent, variant):
+            names = ", ".join(map(repr, sorted(call.absent)))
+            failed = report.failed.get(bucket)
             why = "absent" if failed is None else "not_captured"
             reason = failed or f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
-        elif name := _differing(self._seen, batch):
+        elif name := _differing(self._seen, call.batch):
             field = self.stage.declaration.fields[name]
-            came, seen = _brief(field.read(batch)), self._seen[field]
-            why, reason = "field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
+            came = _brief(field.read(call.batch))
+            seen = self._seen[field]
+            why = "field_differs"
+            reason = f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
         else:
             return self._fits[bucket, variant]
         return Decision("eager", None, why, reason)
@@ -374,7 +392,8 @@ class CapturingRunner(Runner[V, Out]):
     def _why_too_large(self, live: Live) -> str:
         """Return why no bucket holds these live sizes."""
         for axis, place in self._places.items():
-            rows, most = live[place], self._capacity[axis]
+            rows = live[place]
+            most = self._capacity[axis]
             if rows > most and self.axes == (axis,):
                 return f"{rows} {'rows' if self.is_whole else 'tokens'} are more than the largest bucket, {most}"
             if rows > most:
@@ -388,7 +407,7 @@ class CapturingRunner(Runner[V, Out]):
             route = self._routes.get((self._selector.select(call.live), call.absent, variant))
             if route is not None:
                 return route
-        decision = self._decide(call.live, call.absent, call.batch)
+        decision = self._decide(call)
         if not self.coordinator.alone:
             admit = functools.partial(self._admit, decision, call, variant)
             decision = self.coordinator.agree(decision, call.live, admit)
@@ -399,7 +418,7 @@ class CapturingRunner(Runner[V, Out]):
                 raise RankError(
                     f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}"
                 )
-            decision = self._decide(call.live, call.absent, call.batch)  # a lazy capture has failed
+            decision = self._decide(call)  # a lazy capture has failed
         return route or self.eager.route(call, decision, self.tally)
 
     def _graph_route(self, bucket: BucketKey | None, absent: Absent, variant: VariantKey) -> Route[V] | None:
@@ -468,11 +487,14 @@ class RequestRunner(WholeStepRunner[V, Out]):
         width: int | None = None,
     ) -> None:
         """Take the arguments of `DecodeRunner`, further sizes, a default of output_rows=, and topk= as the width."""
-        config, factor = config_of(type(self), given), "width"
+        config = config_of(type(self), given)
+        factor = "width"
         if width is not None:
-            config, factor = attrs.evolve(config, width=width), "topk"
+            config = attrs.evolve(config, width=width)
+            factor = "topk"
         width = config.width
-        relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
+        relations = {TOKENS: BATCH * width}
+        sizes = joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
         stage = Stage.of(inputs, step, relations=relations, **{**given, "sizes": sizes})
         if (done := given.get("done")) is not None:
             done = checked("done", "the name of a slot, or None", done, str)
@@ -542,7 +564,8 @@ class DecodeRunner(RequestRunner[V, Out]):
         super().__init__(inputs, step, options, output_rows=TOKENS)
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
-        stage, counts = self.stage, self._chunks
+        stage = self.stage
+        counts = self._chunks
         chunks = Chunks(stage.backend, counts, len(stage.declaration.counted)) if counts else None
         return {**super()._captures(buffers), "chunks": chunks}
 

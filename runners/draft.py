@@ -75,7 +75,8 @@ class DraftRunner(RequestRunner[V, Drafts]):
             checked(name, "a whole number, at least 1", count, int, 1)
         check_step("forward", forward, "the view and a DraftStep")
         _check_slots(declaration_of(inputs))
-        self.topk, self.steps = topk, steps
+        self.topk = topk
+        self.steps = steps
         step = functools.partial(draft_tree, forward, topk, steps)
         super().__init__(inputs, step, options, output_rows=BATCH, known={TOPK: topk, STEPS: steps}, width=topk)
 
@@ -95,7 +96,9 @@ def draft_tree(forward: Forward[V], topk: int, steps: int, view: V, /) -> Drafts
     """
     slots = vars(view)
     frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
-    shape, staged, hidden = (-1, topk, topk), slots.get(_IDS), slots.get("hidden_states")
+    shape = (-1, topk, topk)
+    staged = slots.get(_IDS)
+    hidden = slots.get("hidden_states")
     if hidden is not None:
         hidden = hidden[:, None].expand(-1, topk, *hidden.shape[1:]).flatten(0, 1)
     for index in range(steps - 1):
@@ -199,7 +202,8 @@ class MultiLayerDraftExtendRunner(RequestRunner[V, tuple[Out, ...]]):
         chained: Sequence[str] = CHAINED,
         **options: Unpack[ExtendArguments],
     ) -> None:
-        declaration, chained = declaration_of(inputs), checked_names("chained", chained)
+        declaration = declaration_of(inputs)
+        chained = checked_names("chained", chained)
         if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
             raise ConfigError(
                 f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}"
@@ -221,7 +225,8 @@ class MultiLayerDraftExtendRunner(RequestRunner[V, tuple[Out, ...]]):
 
     def _in_chain(self, steps: Sequence[ChainedStep[V, Out]], chained: Sequence[str], view: V, /) -> tuple[Out, ...]:
         """Run every step on its own view, with initial values in the later ones' slots. This is captured."""
-        views, stage = [view, *(copy.copy(view) for _ in steps[1:])], self.stage
+        views = [view, *(copy.copy(view) for _ in steps[1:])]
+        stage = self.stage
         for name in chained:
             if (held := vars(view)[name]) is not None:
                 slot = stage.declaration.slots[name]

@@ -1,11 +1,10 @@
 """The eager runner: the same declaration, never padded, with buffers that grow on demand."""
 
-from typing import Any, Final, Unpack, final
+from typing import Final, Unpack, final
 
 from ..dataflow import environment
-from ..dataflow.axes import BATCH, TOKENS, Live
+from ..dataflow.axes import BATCH, TOKENS
 from ..dataflow.inputs import V
-from ..dataflow.plan import Absent
 from ..dataflow.sizing import Sizer
 from .decode import StageArguments
 from .engine.config import config_of
@@ -50,7 +49,9 @@ class EagerRunner(Runner[V, Out]):
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[EagerArguments]) -> None:
         config = config_of(type(self), options)
         stage = Stage.of(inputs, step, **options)
-        declaration, name, varying = stage.declaration, type(self).__name__, stage.declaration.varying
+        declaration = stage.declaration
+        name = type(self).__name__
+        varying = stage.declaration.varying
         no_copy = bool(environment.switch_of(environment.NO_COPY)) if config.no_copy is None else config.no_copy
         # count rows of requests if there are any, else of tokens, else of the first varying axis
         lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
@@ -74,6 +75,6 @@ class EagerRunner(Runner[V, Out]):
             decision = self.coordinator.agree(_ALWAYS, call.live, admit)
         return self.eager.route(call, decision, self.tally)
 
-    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
-        del live, absent, batch
+    def _decide(self, call: ReadBatch) -> Decision:
+        del call
         return _ALWAYS

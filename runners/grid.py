@@ -40,9 +40,11 @@ class GraphRunner(WholeStepRunner[V, Out]):
     """
 
     def __init__(self, inputs: type[V], step: StepFunction[V, Out], **options: Unpack[GraphArguments]) -> None:
-        config, stage = config_of(type(self), options), Stage.of(inputs, step, **options)
+        config = config_of(type(self), options)
+        stage = Stage.of(inputs, step, **options)
         grid: Any = config.buckets
-        cost, found = options.get("cost"), dict[BucketKey, Sizes]()
+        cost = options.get("cost")
+        found = dict[BucketKey, Sizes]()
         if not grid or not isinstance(grid[0], dict):
             refuse("option 'buckets'", "padded sizes by axis, such as {BATCH: [1, 2, 4], KV: [1024, 8192]}", grid)
         if not (cost is None or callable(cost)):

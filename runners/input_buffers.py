@@ -288,7 +288,8 @@ class InputBuffers(Generic[V]):
 
         See `CaptureReport` for `functions`, and `Statistics` for `again`.
         """
-        filler, again = self._layer.filler, self._layer.buffers.again
+        filler = self._layer.filler
+        again = self._layer.buffers.again
         return {"lowerings": dict(filler.lowered), "functions": filler.how_computed, "again": again}
 
     def _padded(self, padded: Sizes) -> Live:
@@ -339,12 +340,14 @@ class Layer(Generic[V]):
     @functools.cached_property
     def unpadded_filler(self) -> Filler[V]:
         """The filler of live rows alone, which no kernel can fill."""
-        filler, stage = self.filler, self.stage
+        filler = self.filler
+        stage = self.stage
         if not filler.lowering.has_kernel:
             return filler
         lowering = stage.lowering_without_kernel()
         made = Filler(stage, self.buffers, lowering, [self.capacity], self.table)
-        made.clock, made.lowered = filler.clock, filler.lowered
+        made.clock = filler.clock
+        made.lowered = filler.lowered
         return made
 
     def pattern(self, absent: Collection[str]) -> Absent:
@@ -454,7 +457,8 @@ class BucketBuffers(Generic[V]):
         skip: Collection[str],
         side: Side,
     ) -> V:
-        layer, filler = self._layer, self._filler
+        layer = self._layer
+        filler = self._filler
         if live is NO_SIZES and absent is None:
             call = layer.reader.read(batch, side)
         else:
@@ -488,7 +492,8 @@ class BucketBuffers(Generic[V]):
         Raise ConfigError if an argument names a slot that is not copied, or if both arguments are given.
         """
         layer = self._layer
-        declaration, clean = layer.stage.declaration, layer.buffers.clean
+        declaration = layer.stage.declaration
+        clean = layer.buffers.clean
         if only is not None and skip:
             raise ConfigError("only= and skip= are both given: name the slots to write, or those to skip")
         declaration.check_names("skip" if only is None else "only", skip if only is None else only, "copied")
@@ -500,9 +505,11 @@ class BucketBuffers(Generic[V]):
         elif not (is_own and clean.was(last, call.live)):
             behind = frozenset(copied)
         if only is None:
-            left, behind = set(copied.intersection(skip) - behind), NONE
+            left = set(copied.intersection(skip) - behind)
+            behind = NONE
         else:
-            left, behind = set(copied.difference(only)), behind.intersection(copied).difference(only)
+            left = set(copied.difference(only))
+            behind = behind.intersection(copied).difference(only)
             for name, compute in declaration.functions.items():
                 if not behind.isdisjoint(compute.needs):  # computed together with the rest
                     left.add(name)
@@ -569,7 +576,8 @@ class OwnGraph(Graph):
     def replay(self) -> None:
         """Launch it. It counts as recorded as long as it has always returned one and the same tensor."""
         self.bucket.compute_before_graph(self.absent)
-        before, self.outputs = self.outputs, self.launch(self.view)
+        before = self.outputs
+        self.outputs = self.launch(self.view)
         is_same = isinstance(self.outputs, torch.Tensor) and (before is None or self.outputs is before)
         self.is_recorded = self.is_recorded and is_same
 
@@ -594,7 +602,8 @@ class OwnGraphs(Runner[V, Any]):
     ) -> None:
         """Take the buckets of the graphs, and the first batch, whose optional slots all batches have."""
         check_step("launch", launch)
-        stage, filler = layer.stage, layer.filler
+        stage = layer.stage
+        filler = layer.filler
         absent = stage.absent(batch, NO_SIDE)
         by_rows = {one.sizes.get(BATCH, one.sizes.get(TOKENS, 0)): one for one in filled}
         self.buckets = Buckets(tuple(by_rows))
@@ -620,9 +629,6 @@ class OwnGraphs(Runner[V, Any]):
             variants={},
             axes=(BATCH if BATCH in varying else TOKENS,),
             output_rows=output_rows,
-            recipe=None,
-            holder=None,
-            parameters={},
         )
         filler.hosts.notes &= layer.waits
         captured = dict[Key, Captured]()
@@ -637,7 +643,7 @@ class OwnGraphs(Runner[V, Any]):
         captured = self.graphs.captured[self.buckets.fit(call.live[-1]) or 0, call.absent, ()]
         return GraphRoute(self.graphs, captured, self.tally.buckets[captured.bucket])
 
-    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
-        del absent, batch
-        rows = self.buckets.fit(live[-1])
-        return Decision("graph", rows, "fits", f"{live[-1]} requests in {rows} rows, of at most {self.buckets.largest}")
+    def _decide(self, call: ReadBatch) -> Decision:
+        requests = call.live[-1]
+        rows = self.buckets.fit(requests)
+        return Decision("graph", rows, "fits", f"{requests} requests in {rows} rows, of at most {self.buckets.largest}")

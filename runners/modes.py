@@ -62,7 +62,8 @@ class ModeRunner(Unique, Generic[V, Out]):
         first = next(iter(self.modes.values()), None)
         if first is None:
             raise ConfigError("modes= is empty: give at least one runner")
-        capacity, step_lock = dict[Axis, int](), StepLock(type(self).__name__)
+        capacity = dict[Axis, int]()
+        step_lock = StepLock(type(self).__name__)
         for mode, runner in self.modes.items():
             checked(f"mode {mode!r}", "a runner that captures graphs", runner, CapturingRunner)
             own, other = [_kind(one.stage) for one in (runner, first)]
@@ -99,12 +100,14 @@ class ModeRunner(Unique, Generic[V, Out]):
 
     def _choose(self, batch: Any, side: Side) -> tuple[str, list[str]]:
         """Return the mode of a batch, and why it has this one and none before it."""
-        chosen, reasons = "", list[str]()
+        chosen = ""
+        reasons = list[str]()
         for mode, runner in self.modes.items():
             if mode in self._when and not self._when[mode](batch):
                 reasons.append(f"{mode}: its when= is not true")
                 continue
-            chosen, (decision, _) = mode, runner.decide_alone(batch, side)
+            chosen = mode
+            decision, _ = runner.decide_alone(batch, side)
             reasons.append(f"{mode}: {decision.reason}")
             if decision.bucket is not None:
                 break

@@ -34,10 +34,15 @@ class StackRunner(CapturingRunner[V, Out]):
         self, inputs: type[V], step: StepFunction[V, Out], given: Mapping[str, Any], splitter: Splitter | None = None
     ) -> None:
         """Take the arguments of its subclasses. splitter: Finds the breaks, if the code does not mark them."""
-        config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
-        axes, self._splitter, self.stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
+        config = config_of(type(self), given)
+        stage = Stage.of(inputs, step, **given)
+        axes = stage.declaration.axes
+        self._splitter = splitter
+        self.stack = find_stack(step, given.get("stack"))
         self.output_rows = output_rows = given.get("output_rows", BATCH if BATCH in axes else TOKENS)
-        self.buckets, most, sized_by = config.ladder(of_tokens=True), config.max_batch, "max_batch= and buckets="
+        self.buckets = config.ladder(of_tokens=True)
+        most = config.max_batch
+        sized_by = "max_batch= and buckets="
         super().__init__(
             config,
             stage,
@@ -54,7 +59,8 @@ class StackRunner(CapturingRunner[V, Out]):
             )
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
-        stage, slots = self.stage, self.stage.declaration.slots
+        stage = self.stage
+        slots = self.stage.declaration.slots
         over = stage, buffers, self.stack
         recipe = functools.partial(capture_stack, *over, splitter=self._splitter, output_rows=self.output_rows)
         holder = None if self._splitter is not None else self.stack.code(stage)  # splits read its tensors, too
@@ -63,7 +69,8 @@ class StackRunner(CapturingRunner[V, Out]):
         return {"recipe": recipe, "holder": holder, "parameters": parameters}
 
     def _route_of(self, captured: Captured) -> Route[V]:
-        viewer, counts = live_viewer(self.stage, captured.filling.bucket), self.tally.buckets[captured.bucket]
+        viewer = live_viewer(self.stage, captured.filling.bucket)
+        counts = self.tally.buckets[captured.bucket]
         return StackRoute(self.graphs, self.stack, captured, viewer, counts, self.output_rows)
 
 
@@ -128,7 +135,8 @@ def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack
     """
     if stack is None:
         return Stack()
-    found, name = stack, stack if isinstance(stack, str) else type(stack).__name__
+    found = stack
+    name = stack if isinstance(stack, str) else type(stack).__name__
     if isinstance(stack, str):
         try:
             found = operator.attrgetter(stack)(step)

@@ -83,7 +83,8 @@ class Frontier:
     @classmethod
     def begin(cls, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
         """Return the children of the roots, [requests, topk] probabilities and tokens."""
-        scores, nodes = _sound(shares), _counting(tokens)
+        scores = _sound(shares)
+        nodes = _counting(tokens)
         return cls(((tokens, scores, torch.full_like(tokens, -1)),), tokens, scores, nodes, nodes[:, :, None][:, :, :0])
 
     def grow(self, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
@@ -91,9 +92,11 @@ class Frontier:
 
         The next step continues from the topk best candidates of a request, by the product of probabilities.
         """
-        topk, steps = self.tokens.shape[1], self.branches.shape[2]
+        topk = self.tokens.shape[1]
+        steps = self.branches.shape[2]
         scores = (self.scores[:, :, None] * _sound(shares)).flatten(1)
-        parents, words = self.nodes[:, :, None].expand_as(tokens).flatten(1), tokens.flatten(1)
+        parents = self.nodes[:, :, None].expand_as(tokens).flatten(1)
+        words = tokens.flatten(1)
         best, places = scores.topk(topk, dim=1)
         rows = torch.div(places, topk, rounding_mode="floor")[:, :, None]
         branches = torch.cat([self.branches.gather(1, rows.expand(-1, -1, steps)), rows], dim=2)

@@ -53,7 +53,8 @@ class Chunks:
             bucket: The bucket.
             given: Further arguments of `capture_step`.
         """
-        advance, found = self._advance(bucket), dict[int, Graph]()
+        advance = self._advance(bucket)
+        found = dict[int, Graph]()
         for count in self.counts:
             found[count] = capture_step(self.backend, _repeated(step, count, bucket, advance, last), *given)
         return found
@@ -62,7 +63,8 @@ class Chunks:
         """Return a call that advances slots between two steps, warmed up, or None if each step begins with that."""
         if bucket.lowering.is_in_graph:
             return None
-        rules, live = bucket.transition_in_graph, self.live.unbind()
+        rules = bucket.transition_in_graph
+        live = self.live.unbind()
 
         def advance() -> None:
             rules.advance(live, live[0] != 0)
@@ -92,7 +94,8 @@ def _repeated(
 
     @torch.no_grad()
     def run() -> tuple[list[Any], list[torch.Tensor]]:
-        found, stacks = list[Any](), list[torch.Tensor]()
+        found = list[Any]()
+        stacks = list[torch.Tensor]()
         for number in range(count):
             if number and advance is not None:
                 advance()

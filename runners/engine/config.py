@@ -106,7 +106,8 @@ def checked_relations(relations: Any) -> dict[Axis, Dim]:
 
     Raise ConfigError if a key is not an axis, or its size is not an expression over axes.
     """
-    expected, what = "a mapping of axes to sizes over others, such as {TOKENS: BATCH * 4}", "an expression over axes"
+    expected = "a mapping of axes to sizes over others, such as {TOKENS: BATCH * 4}"
+    what = "an expression over axes"
     found = checked_keys("relations", expected, {} if relations is None else relations, Axis)
     return {axis: Dim.of(checked(f"relations of {axis}", what, size, (Axis, Dim))) for axis, size in found.items()}
 
@@ -223,7 +224,8 @@ def _grid(value: Any, *, one_each: bool = False) -> tuple[dict[str, int], ...]:
     Raise ConfigError if it is none, or names an axis twice.
     """
     expected = "a mapping of at least one axis, each once, such as {BATCH: [1, 2, 4], KV: [1024, 8192]}"
-    given, ladders = checked("option 'buckets'", expected, value, Mapping), dict[str, tuple[int, ...]]()
+    given = checked("option 'buckets'", expected, value, Mapping)
+    ladders = dict[str, tuple[int, ...]]()
     for axis, sizes in given.items():
         name = checked("option 'buckets'", expected, getattr(axis, "name", axis), str)
         ladders[name] = _rows([sizes] if one_each else sizes, f"option 'buckets' of {name}")
@@ -364,7 +366,8 @@ class RunnerConfig:
 
         Raise ConfigError for an unknown key, or naming all values that are wrong.
         """
-        known, faults = cls.options(), list[str]()
+        known = cls.options()
+        faults = list[str]()
         for key, value in checked("options", "a mapping of options", options, Mapping).items():
             if key not in known:
                 raise ConfigError(f"unknown option {key!r}: {hint(str(key), known, 'known are ' + ', '.join(known))}")
@@ -452,7 +455,8 @@ def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
 
     It has every option that the class uses: by its keyword, else from `config=`, whose other options are ignored.
     """
-    used, every = keywords_of(kind), RunnerConfig.options()
+    used = keywords_of(kind)
+    every = RunnerConfig.options()
     for name in sorted(options.keys() - used):
         if name in every:
             raise ConfigError(f"{kind.__name__} does not use option {name!r}: leave it out")
@@ -493,7 +497,8 @@ class KeywordSignature:
         """Return the signature of a class. Raise AttributeError for a runner."""
         if runner is not None:
             raise AttributeError("__signature__")
-        own, config = inspect.signature(kind.__init__), RunnerConfig()
+        own = inspect.signature(kind.__init__)
+        config = RunnerConfig()
         _, *found = own.parameters.values()
         last = found[-1]
         if last.kind is last.VAR_KEYWORD:

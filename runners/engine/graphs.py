@@ -14,7 +14,7 @@ from typing import Any, Generic
 import attrs
 import torch
 
-from ...backends.base import Fusion, Graph
+from ...backends.base import Graph
 from ...dataflow import log
 from ...dataflow.axes import BATCH, Axis, Live, Sizes
 from ...dataflow.buffers import Buffers, at_rest, overlaps, span
@@ -123,8 +123,7 @@ class Filling:
         filler: The state that all buckets share.
         bucket: The bucket.
         computes: Whether a fill also runs functions on the device, because no graph does.
-        table: The kernel's table, if there is a kernel.
-        kernel: Launches the kernel, which reads the table.
+        kernel: Launches the kernel, if there is one.
         alone: A graph of the kernel alone, for fills that must end before the step's graph starts.
         compiled: Calls that run the functions on the device, if they are compiled.
     """
@@ -132,14 +131,14 @@ class Filling:
     filler: "Filler[Any]"
     bucket: Bucket
     computes: bool = False
-    table: torch.Tensor | None = None
     kernel: Any = None
     alone: Graph | None = None
     compiled: Sequence[Callable[[], None]] | None = None
 
     def first_nodes(self) -> None:
         """Run what a graph of the whole step begins with: rules of slots, the kernel, and functions on the device."""
-        filler, bucket = self.filler, self.bucket
+        filler = self.filler
+        bucket = self.bucket
         if filler.lowering.is_in_graph:
             rules = bucket.transitions[DEVICE]
             if rules.leaves(bucket.fused):
@@ -258,7 +257,7 @@ class Filler(Generic[V]):
     lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
     compile_computed: bool | None = None
     _tables: int = 0
-    _edits: dict[Any, tuple[RowBucket, Filling]] = attrs.field(factory=dict)  # by sizes and absent slots
+    _edits: dict[Any, tuple[RowBucket, Graph, object]] = attrs.field(factory=dict)  # by sizes and absent slots
 
     def __attrs_post_init__(self) -> None:
         """Make what all buckets share."""
@@ -303,12 +302,11 @@ class Filler(Generic[V]):
             computes: Whether fills also run functions on the device.
             options: `exact` and `frozen`, as for `Bucket`.
         """
-        fusion, bucket = self._fusion, self._bucket(sizes, absent, **options)
+        fusion = self._fusion
+        bucket = self._bucket(sizes, absent, **options)
         if fusion is None:
             return Filling(self, bucket, computes)
-        table = self._table(bucket, fusion)
-        targets = [lane.target for lane in bucket.lanes]
-        return Filling(self, bucket, computes, table, fusion.kernel(table, self.feed.upload.packet, targets))
+        return Filling(self, bucket, computes, self._launcher(fusion.kernel, bucket, fusion.block))
 
     def _bucket(self, sizes: Sizes, absent: Absent, **options: Any) -> Bucket:
         stage, given = self.stage, {"lowering": self.lowering.name, "feed": self.feed, "table": self.table, **options}
@@ -339,29 +337,28 @@ class Filler(Generic[V]):
         key = absent, *sizes.values()
         if key not in self._edits:
             bucket = self._bucket(sizes, absent, **own)
-            table = self._table(bucket, fusion)
-            edit = fusion.edit(table, self.feed.upload.packet, [lane.target for lane in bucket.lanes])
-            filling = Filling(self, bucket, table=table, kernel=edit)  # keep the table alive, since the graph reads it
+            edit = self._launcher(fusion.edit, bucket, fusion.block)
             self.feed.disarm()
             warm_up(stage.backend, edit)
-            filling.alone = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
-            self._edits[key] = RowBucket(bucket), filling
-        rows, filling = self._edits[key]
-        return rows, filling.alone
+            graph = capture_step(stage.backend, edit, stage.backend.pool(), self.error_mode)
+            self._edits[key] = RowBucket(bucket), graph, edit  # the graph reads what it keeps
+        return self._edits[key][:2]
 
-    def _table(self, bucket: Bucket, fusion: Fusion) -> torch.Tensor:
-        """Make the kernel's table of a bucket, on the device."""
+    def _launcher(self, kernel: Callable[..., Callable[[], None]], bucket: Bucket, block: int) -> Callable[[], None]:
+        """Return a call that launches a kernel over a bucket's table, which the call keeps. block: See `Fusion`."""
         with outside_inference():
-            table = torch.from_numpy(bucket.table_of_lanes(fusion.block)).to(self.stage.backend.device)
+            table = torch.from_numpy(bucket.table_of_lanes(block)).to(self.stage.backend.device)
         self._tables += table.nbytes
-        return table
+        return kernel(table, self.feed.upload.packet, [lane.target for lane in bucket.lanes])
 
     def order(self) -> None:
         """Let a step on another stream than the last one wait for it, because both use the same memory.
 
         The step also waits for graphs of the same pool, and for buffers that share memory.
         """
-        use, clock, stream = self.buffers.use, self.clock, self.stream()
+        use = self.buffers.use
+        clock = self.clock
+        stream = self.stream()
         for last in {use.stream, clock.stream, *(other.stream for other in use.neighbours)}:
             if last is not None and last != stream:
                 self.stage.backend.order(last, stream)
@@ -445,9 +442,9 @@ class GraphSet(Generic[V]):
     variants: Mapping[VariantKey, Mapping[str, Any]]
     axes: Sequence[Axis]
     output_rows: Axis | None
-    recipe: Recipe | None
-    holder: Callable[..., Any] | None
-    parameters: Mapping[str, str]
+    recipe: Recipe | None = None
+    holder: Callable[..., Any] | None = None
+    parameters: Mapping[str, str] = attrs.field(factory=dict)
     chunks: Chunks | None = None
     report: CaptureReport | None = None
     captured: Mapping[Key, Captured] = attrs.field(factory=dict)

@@ -89,15 +89,18 @@ def plan_buckets(
     """
     checked("graphs", "a whole number, at least 1, or None", 1 if graphs is None else graphs, int, 1)
     checked("waste", "a share between 0 and 1", waste, (int, float), 0, 1)
-    counted, graphs = _counted(rows, largest), _affordable(graphs, {"bytes": bytes, "seconds": seconds}, report)
-    is_paired, tops = isinstance(next(iter(rows)), tuple), [max(sizes) for sizes in zip(*counted, strict=True)]
+    counted = _counted(rows, largest)
+    graphs = _affordable(graphs, {"bytes": bytes, "seconds": seconds}, report)
+    is_paired = isinstance(next(iter(rows)), tuple)
+    tops = [max(sizes) for sizes in zip(*counted, strict=True)]
     if is_paired:
         ladder = [*itertools.product(*map(_powers, tops))]
         chosen = _chosen(counted, graphs or MOST_GRAPHS, MOST_PAIRED, waste)
     else:
         ladder = [(1, size) for size in Buckets.ladder(tops[1]).sizes]
         chosen = _chosen(counted, graphs or MOST_SIZES, MOST_SIZES, waste)
-    (steps, own), (_, default) = _taken(chosen, counted), _taken(ladder, counted)
+    steps, own = _taken(chosen, counted)
+    _, default = _taken(ladder, counted)
     buckets, usual = (tuple(one if is_paired else one[1] for one in found) for found in (chosen, ladder))
     return PlannedBuckets(buckets, tuple(steps[one] for one in chosen), own, usual, default)
 
@@ -121,7 +124,8 @@ def _rows(steps: Mapping[Pair, int]) -> int:
 
 def _taken(buckets: Iterable[Pair], counted: Mapping[Pair, int]) -> tuple[Counter[Pair], float]:
     """Return the steps that each bucket would run, and the share of padding."""
-    steps, order = Counter[Pair](), sorted(buckets, key=padded_order)
+    steps = Counter[Pair]()
+    order = sorted(buckets, key=padded_order)
     for sizes, count in counted.items():
         steps[next(one for one in order if all(map(operator.ge, one, sizes)))] += count
     return steps, 1 - _rows(counted) / _rows(steps)
@@ -169,7 +173,8 @@ def _chosen(counted: Mapping[Pair, int], graphs: int, most: int, waste: float) -
             weights = np.trim_zeros(steps[start:end].sum(0), "b")
             for padded, ladder in _ladders(seconds[: len(weights)], weights, graphs):
                 for count, (before, buckets) in best[start].items():
-                    total, number = before + padded * first, count + len(ladder)
+                    total = before + padded * first
+                    number = count + len(ladder)
                     if number <= graphs and total < found.get(number, (math.inf,))[0]:
                         found[number] = total, (*buckets, *((first, second) for second in ladder))
                 if end - start == len(firsts) and padded * first <= enough:

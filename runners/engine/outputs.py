@@ -195,7 +195,8 @@ class Stamped(torch.Tensor):
             return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
 
     def _check(self) -> None:
-        made, now = self._made, self._now()
+        made = self._made
+        now = self._now()
         if made != now:
             raise StaleOutputError(
                 f"this output is of generation {made} and overwritten since (the runner is at {now}): "

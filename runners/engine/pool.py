@@ -106,8 +106,10 @@ class InputPool(Unique):
             allocate: Makes its buffers. Its argument has the shared memory of slots.
             sharing: Whether it shares memory. None leaves it to the backend.
         """
-        declaration, backend = stage.declaration, stage.backend
-        capabilities, device = backend.capabilities, str(backend.device)
+        declaration = stage.declaration
+        backend = stage.backend
+        capabilities = backend.capabilities
+        device = str(backend.device)
         declaration.check_names("keeping", phase.kept)
         check_bindings(declaration, capacity, capabilities, backend.empty, bind)
         if not (capabilities.pools_inputs if sharing is None else sharing):
@@ -115,7 +117,8 @@ class InputPool(Unique):
         if self.layout is not None:
             log.info("joined_late", runner=runner, phase=phase.name)
             return phase
-        member, number = phase.name, 2
+        member = phase.name
+        number = 2
         while member in self._allocations:
             member, number = f"{phase.name} {number}", number + 1  # such as "verify 2"
         self._backends[device] = backend
@@ -150,7 +153,8 @@ class InputPool(Unique):
             for place in layout.places:
                 block = blocks[place.block]
                 tensors[place.member][place.slot] = carve(block, place.offset, place.shape, place.dtype)
-        clean, uses = CleanTails(), {member: BufferUse() for member in self._allocations}
+        clean = CleanTails()
+        uses = {member: BufferUse() for member in self._allocations}
         for member, allocate in self._allocations.items():
             use = uses[member]
             use.overwriters = {
@@ -161,5 +165,8 @@ class InputPool(Unique):
             use.neighbours = tuple(dict.fromkeys(itertools.chain(*use.overwriters.values())))
             self._buffers[member] = allocate(SharedMemory(tensors[member], clean, use))
         log.info("sealed", runners=[*uses], nbytes=layout.nbytes, saved=layout.saved)
-        self.layout, self._slots, self._backends, self._allocations = layout, [], {}, {}
+        self.layout = layout
+        self._slots = []
+        self._backends = {}
+        self._allocations = {}
         return layout

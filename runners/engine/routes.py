@@ -101,7 +101,8 @@ class EagerRoute(Route[V]):
 
     def run(self, view: V | None, live: Live) -> Any:
         """Run the step on its view."""
-        filler, stage = self.filler, self.filler.stage
+        filler = self.filler
+        stage = self.filler.stage
         hosts = filler.hosts
         filler.buffers.use.eager_runs += 1
         if hosts.possible and hosts.wants(self.filling.bucket.absent):  # the first such step
@@ -207,7 +208,9 @@ class EagerRoutes(Generic[V]):
 
     def _large_enough(self, live: Live) -> Filler[V]:
         """Return a filler whose buffers hold these live sizes. Raise BatchError if bound buffers would have to grow."""
-        stage, filler, declaration = self.stage, self.filler, self.stage.declaration
+        stage = self.stage
+        filler = self.filler
+        declaration = self.stage.declaration
         if filler is not None and all(map(operator.le, live, self._capacity)):
             return filler
         none = dict.fromkeys((*declaration.axes, *declaration.following), 0)

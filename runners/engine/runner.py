@@ -134,10 +134,12 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
 
     def __repr__(self) -> str:
         """Return one line. It does not lay out the memory of a pool."""
-        stage, state = self.stage, "no memory yet"
+        stage = self.stage
+        state = "no memory yet"
         if self.phase is None or "graphs" in vars(self):
             stats = self.stats()
-            state, capture = human_bytes(stats["memory"]["total"]), stats["capture"]
+            state = human_bytes(stats["memory"]["total"])
+            capture = stats["capture"]
             if self.sizes:
                 failed = f", {len(capture['failed'])} failed" if capture["failed"] else ""
                 made = f"{len(capture['buckets']) or 'none'} of {len(self.sizes)} captured{failed}"
@@ -150,8 +152,8 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         """Choose the route of a batch. Raises the errors of a call."""
 
     @abc.abstractmethod
-    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
-        """Return the path of a batch with these live sizes. Raise ReplayError before anything is captured."""
+    def _decide(self, call: ReadBatch) -> Decision:
+        """Return the path of a batch. Raise ReplayError before anything is captured."""
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """Return the path that a batch would take, its bucket, and why. Nothing is run.
@@ -174,7 +176,7 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         Sources are not compared: the fill does that.
         """
         call = self._reader.read(batch, side)
-        return self._decide(call.live, call.absent, batch), call.live
+        return self._decide(call), call.live
 
     def __call__(self, batch: Any, **side: Any) -> Out:
         """Run one step and return its outputs for the live rows, valid until the next replay.
@@ -293,7 +295,8 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
 
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> tuple[ReadBatch, Route[V]]:
         """Fill from a batch by its route. whole: Whether the step runs next, and needs no view."""
-        before, self._filled = self._filled, None
+        before = self._filled
+        self._filled = None
         start = time.perf_counter_ns() if next(self.tally.sampled) else 0
         coordinator = self.coordinator
         if not self._is_alone:
@@ -386,7 +389,8 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
     @functools.cached_property
     def _sample(self) -> Sample:
         """A batch without rows, for an idle rank. Raises ConfigError if a field has no default."""
-        declaration, backend = self.stage.declaration, self.stage.backend
+        declaration = self.stage.declaration
+        backend = self.stage.backend
         live = {axis: self.stage.sizes[axis] if axis.fixed else 0 for axis in declaration.axes}
         try:
             return sample_batch(declaration, backend.capabilities, live, torch.Generator(), device=backend.device)
@@ -412,12 +416,19 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
 
         Another thread may call it while steps run.
         """
-        graphs, own = self.graphs, self.eager.buffers
+        graphs = self.graphs
+        own = self.eager.buffers
         nbytes = 0 if own is None else own.nbytes
-        memory, report, made, eager, lowered = MemoryAccount(inputs=nbytes), CaptureReport(), 0, 0, dict[str, int]()
+        memory = MemoryAccount(inputs=nbytes)
+        report = CaptureReport()
+        made = 0
+        eager = 0
+        lowered = dict[str, int]()
         buffers = graphs.buffers if graphs else own
         if graphs is not None:
-            memory, report, made = graphs.memory(), graphs.report or report, len(graphs.captured)
+            memory = graphs.memory()
+            report = graphs.report or report
+            made = len(graphs.captured)
             eager = 0 if own is graphs.buffers else nbytes
             lowered = dict(graphs.filler.lowered)
         return {

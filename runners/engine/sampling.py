@@ -67,7 +67,8 @@ def sample_batch(
     drawn: dict[Path, torch.Tensor] = {}
     left_out = {path_of(declaration, name) for name in absent}
     for name in declaration.sources:
-        path, slot = path_of(declaration, name), declaration.slots[name]
+        path = path_of(declaration, name)
+        slot = declaration.slots[name]
         if path not in left_out and path not in drawn:
             tensor = _draw(name, slot, capabilities, live, generator, values.get(name))
             drawn[path] = tensor.to(device if slot.placement == DEVICE else CPU)
@@ -110,7 +111,8 @@ def _draw(
         raise ConfigError(
             f"slot {name!r}: live lacks a size for {', '.join(missing)}: give one for each axis, fixed ones too"
         )
-    shape, dtype = extent(slot.shape, live), resolve_dtype(slot.dtype, capabilities)
+    shape = extent(slot.shape, live)
+    dtype = resolve_dtype(slot.dtype, capabilities)
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     limit = None if slot.limit is None else slot.limit.at(live)
     if callable(rule):
@@ -128,7 +130,8 @@ def _draw(
             raise ConfigError(f"slot {name!r}: {count} rows need as many locations above 0, over its limit of {limit}")
         return torch.randperm(count, device=CPU, generator=generator).add(1).reshape(shape).to(dtype)
     if rule is None:
-        tail, highest = slot.rule(), 1 if limit is None else limit
+        tail = slot.rule()
+        highest = 1 if limit is None else limit
         is_length = isinstance(tail, Pad | Once) and tail.value == SEQ_LEN_FILL  # lengths are at least 1
         rule = min(int(is_length), highest), highest
     match rule:
@@ -147,7 +150,8 @@ def signed_slots(declaration: Declaration, values: Values) -> list[str]:
     """Return copied slots that may have negative numbers, because no limit, role, length or rule excludes them."""
     found = list[str]()
     for name in declaration.sources:
-        slot, tail = declaration.slots[name], declaration.slots[name].rule()
+        slot = declaration.slots[name]
+        tail = declaration.slots[name].rule()
         is_length = isinstance(tail, Pad | Once) and tail.value == SEQ_LEN_FILL
         is_plain = isinstance(slot.dtype, torch.dtype) and slot.dtype.is_signed and not slot.dtype.is_complex
         if is_plain and not is_length and slot.limit is None and name not in values:

@@ -55,7 +55,8 @@ class Schedule:
 
     def __attrs_post_init__(self) -> None:
         """Raise ConfigError for names that are no valid schedule."""
-        phases, known = self.phases, ", ".join(map(repr, self.phases))
+        phases = self.phases
+        known = ", ".join(map(repr, self.phases))
         faults = [
             f"phases: expected names, got {name!r}" for name in phases if not str(name).strip() or name != str(name)
         ]
@@ -202,7 +203,9 @@ def lasting(slot: Slot, name: str, kept: Collection[str]) -> str | None:
 
     Any slot must, unless its kind allows otherwise.
     """
-    rule, read, computed = slot.rule(), slot.reads(name) is not None, slot.computes()
+    rule = slot.rule()
+    read = slot.reads(name) is not None
+    computed = slot.computes()
     written = slot.rewritten or slot.restored or read or computed
     ruled = isinstance(rule, Pad) or not slot.varying
     reasons = {
@@ -276,14 +279,16 @@ class Layout:
 
     def why(self, member: str, slot: str) -> str:
         """Explain the place of a slot: the reason for its lifetime, and the slots that share its memory."""
-        mine, shared = self.place(member, slot), self.shared_with(member, slot)
+        mine = self.place(member, slot)
+        shared = self.shared_with(member, slot)
         return f"{mine.why}; shares with {', '.join(map(str, shared)) or 'none'}"
 
     def __str__(self) -> str:
         """Return a line for each slot, block by block, with the reason for its place."""
         lines = [f"phases: {self.schedule}"]
         for one in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
-            where, why = f"block {one.block}, byte {one.offset:,}", self.why(one.member, one.slot)
+            where = f"block {one.block}, byte {one.offset:,}"
+            why = self.why(one.member, one.slot)
             lines.append(f"{where}: {one}, {one.nbytes:,} bytes, needed {one.needed}: {why}")
         saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
         return "\n".join([*lines, f"{saved}; {self.peak:,} must hold at once"])
@@ -302,7 +307,9 @@ def lay_out(slots: Sequence[PooledSlot], schedule: Schedule) -> Layout:
     homes = dict[tuple[str, Placement], list[PooledSlot]]()
     for one in slots:
         homes.setdefault((one.device, one.placement), []).append(one)
-    blocks, places, peak = list[Block](), dict[str, PooledSlot](), 0
+    blocks = list[Block]()
+    places = dict[str, PooledSlot]()
+    peak = 0
     for (device, placement), mine in sorted(homes.items()):
         placed = _first_fit(mine, schedule, len(blocks))
         places |= {str(one): one for one in placed}
@@ -329,7 +336,8 @@ def _first_fit(slots: Sequence[PooledSlot], schedule: Schedule, block: int) -> l
     arenas = all(one.arenas for one in slots)
     starts = dict[PooledSlot, int]()
     for one in sorted(slots, key=lambda one: (not one.always, -one.nbytes, str(one))):
-        start, length = 0, one.nbytes if arenas else 1
+        start = 0
+        length = one.nbytes if arenas else 1
         taken = [(at, other.nbytes if arenas else 1) for other, at in starts.items() if one.meets(other, schedule)]
         for at, size in sorted(taken):
             if at - start >= length:

@@ -33,7 +33,8 @@ NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 
 def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
     """Add to `sizes` those that the runner's options determine. Raise ConfigError if they differ."""
-    axes, sizes = declaration_of(inputs).axes, checked_sizes(sizes)
+    axes = declaration_of(inputs).axes
+    sizes = checked_sizes(sizes)
     for axis, size in known.items():
         if sizes.get(axis, size) != size:
             option = axis.name.lower()
@@ -123,7 +124,9 @@ class Stage(Generic[V]):
         Raise DeclarationError, ConfigError or BackendUnavailableError if one is wrong.
         """
         environment.warn_of_unknown()
-        whole, sizes, follow = declaration_of(inputs), checked_sizes(sizes), checked_relations(relations)
+        whole = declaration_of(inputs)
+        sizes = checked_sizes(sizes)
+        follow = checked_relations(relations)
         check_step("step", step)
         declaration = whole.under(settings, ranks).related(follow)
         unknown = sorted(axis.name for axis in set(sizes).difference(declaration.axes))
@@ -138,10 +141,12 @@ class Stage(Generic[V]):
         restored = tuple(name for name, slot in declaration.slots.items() if slot.restored)
         if state is not None:
             single = isinstance(state, str | torch.Tensor) or not isinstance(state, Iterable)
-            given, state = state, (None,) if single else tuple(state)
+            given = state
+            state = (None,) if single else tuple(state)
             if not all(isinstance(one, torch.Tensor) for one in state):
                 refuse("state", "a list of the tensors that the step changes besides its slots", given)
-        call, views = _call_of(step, declaration), shown_class(inputs)
+        call = _call_of(step, declaration)
+        views = shown_class(inputs)
         return cls(inputs, views, declaration, choose(backend), step, call, sizes, follow, restored, state)
 
     def allocate(self, capacity: Sizes, *given: Any, **options: Any) -> Buffers:
@@ -168,7 +173,8 @@ class Stage(Generic[V]):
 
     def complete(self, sizes: Sizes) -> dict[Axis, int]:
         """Return the size of every axis. Raise ConfigError if one is missing."""
-        name, axes = self.declaration.name, self.declaration.axes
+        name = self.declaration.name
+        axes = self.declaration.axes
         missing = ", ".join(axis.name for axis in axes if axis not in sizes)
         if missing:
             raise ConfigError(f"{name} needs sizes= for {missing}: the most rows that a batch has")

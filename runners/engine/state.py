@@ -145,7 +145,7 @@ class State:
         holder: Callable[..., Any] | None = None,
         inside: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> "State":
-        """Run a step once, record the memory that it changes, and restore it.
+        """Run a step once, record what it changes, and restore it. Raise CheckError if there is no room for copies.
 
         Args:
             backend: The device of the step.
@@ -154,11 +154,11 @@ class State:
             exact: Whether to keep only the elements that this run writes, not whole storages.
             holder: The object from which the pieces are reached, for their names in errors.
             inside: Called before an operator writes a part of a slot.
-
-        Raises:
-            CheckError: Copies would take too much memory.
         """
-        pieces, copies, known, refused = list[Piece](), list[torch.Tensor](), set[Hashable](), list[CheckError]()
+        pieces = list[Piece]()
+        copies = list[torch.Tensor]()
+        known = set[Hashable]()
+        refused = list[CheckError]()
         free = functools.cache(_free_on)
 
         def note(tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
@@ -312,8 +312,10 @@ def _written_index(operator: str, args: Sequence[Any]) -> Index:
 def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
     """Return a tensor's whole storage as bytes, without the parts that are slots."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    begin, pieces = whole.data_ptr(), []
-    at, end = begin, begin + whole.numel()
+    begin = whole.data_ptr()
+    pieces = []
+    at = begin
+    end = begin + whole.numel()
     for low, high in slots:
         if low < end and high > at:
             pieces.append(whole[at - begin : max(low, at) - begin])
@@ -403,7 +405,8 @@ class Holdings:
             if address := _address(tensor):
                 storage = tensor.untyped_storage()
                 kept_by_others = StorageWeakRef(storage)
-                place, text = _place(storage), text_of(tensor)
+                place = _place(storage)
+                text = text_of(tensor)
                 self.found.setdefault(name, Holding(name, leads, (id(tensor), address), kept_by_others, place, text))
 
     def changed(self) -> list[Change]:
@@ -426,7 +429,8 @@ def reached(
     holder: Any, closed: tuple[type, ...] = CLOSED, depth: int = MOST_CALLS
 ) -> Iterator[tuple[str, Leads, torch.Tensor]]:
     """Find the tensors that are reachable from an object, with names and paths. Do not enter `closed` objects."""
-    seen, todo = set[int](), [(holder, "", Leads())]
+    seen = set[int]()
+    todo = [(holder, "", Leads())]
     while todo and len(seen) < MOST_OBJECTS:
         one, name, leads = todo.pop()
         if id(one) in seen:
@@ -458,7 +462,8 @@ def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         yield from ((f"[{key!r}]", itemgetter(key)) for key in keys if isinstance(key, str | int))
     else:
         slots = copyreg._slotnames(type(one))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
-        names, is_module = list[str](slots), isinstance(one, nn.Module)
+        names = list[str](slots)
+        is_module = isinstance(one, nn.Module)
         for name, value in getattr(one, "__dict__", {}).items():
             names += value if is_module and name in _MODULE else [] if is_module and name.startswith("_") else [name]
         yield from ((f".{name}", attrgetter(name)) for name in names)

@@ -128,7 +128,8 @@ class Counts:
 
     def times(self) -> FillTimesData:
         """Return the times of fills as plain data."""
-        count, total = self.timed, self.took / 1000
+        count = self.timed
+        total = self.took / 1000
         return {"count": count, "total": total, "mean": total / count if count else None}
 
 
@@ -299,7 +300,9 @@ class CaptureReport(Shown):
         """Log one event for the whole capture, and one for each reason for which buckets failed."""
         for reason in self.reasons:
             log.warning("capture_failed", runner=runner, reason=reason)
-        done, seconds, memory = list(self.captured), round(self.seconds, 3), attrs.asdict(self.memory)
+        done = list(self.captured)
+        seconds = round(self.seconds, 3)
+        memory = attrs.asdict(self.memory)
         log.info("captured", runner=runner, buckets=done, seconds=seconds, **memory, driver=self.driver)
 
 

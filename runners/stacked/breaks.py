@@ -225,7 +225,8 @@ class Break:
 
     def result(self, places: Sequence[torch.Tensor]) -> Any:
         """Return the results for the captured code: arguments unchanged, other tensors in memory that graphs read."""
-        copied, aliases = iter(places), iter(self.aliases)
+        copied = iter(places)
+        aliases = iter(self.aliases)
         self.aliases = []
         found = list[Any]()
         for expected in self._results:

@@ -46,7 +46,8 @@ def fill_placeholder(
 
     Raise CaptureError if the placeholder names an unknown slot, and ComputeError if a value does not fit.
     """
-    declaration, capabilities = stage.declaration, stage.backend.capabilities
+    declaration = stage.declaration
+    capabilities = stage.backend.capabilities
     request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # even if no slot has the axis
     values = {**declaration.by_slot(stage.inputs.placeholder(request)), **frozen}
     for name in values.keys() - {*declaration.sources, *declaration.fields, *declaration.disabled}:
@@ -55,7 +56,8 @@ def fill_placeholder(
         )
     given = dict[str, torch.Tensor]()
     for buffer in [buffers[name] for name in declaration.sources if name not in absent]:
-        name, slot = buffer.name, buffer.slot
+        name = buffer.name
+        slot = buffer.slot
         given[name] = target = torch.empty_like(buffer.view(step.live_sizes))
         first = values[name] if name in values else initial_value(name, slot, buffers.capacity, capabilities)
         if isinstance(first, bool | int | float) and holds(target.dtype, first):
@@ -73,7 +75,8 @@ def live_viewer(stage: Stage[V], bucket: Bucket, **info: Any) -> Viewer[V]:
 
     info: Further values of `ViewInfo`.
     """
-    slots, varying = stage.declaration.slots, stage.declaration.varying
+    slots = stage.declaration.slots
+    varying = stage.declaration.varying
     requests = varying.index(BATCH) if BATCH in varying else None
     over_requests = [name for name, slot in slots.items() if BATCH in slot.axes and bucket.views[name] is not None]
 
@@ -111,10 +114,12 @@ def capture_stack(
 
     splitter: Marks the breaks of the stack, if its code does not. Raise CaptureError if the step cannot be captured so.
     """
-    bucket, code = filling.bucket, stack.code(stage)
+    bucket = filling.bucket
+    code = stack.code(stage)
     sizes = {**bucket.sizes, BATCH: 1}
     live = tuple(sizes[axis] for axis in stage.declaration.varying)
-    calls, outputs = list[tuple[Any, Any]](), None
+    calls = list[tuple[Any, Any]]()
+    outputs = None
     with capture_errors(), stage.backend.stream(), torch.no_grad():
         step = stage.declaration.step(live, bucket.sizes)
         fields = fill_placeholder(stage, buffers, step, bucket.absent, bucket.frozen)
@@ -234,9 +239,11 @@ def _cutter(names: frozenset[str]) -> Callable[..., Any]:
                 name = operator_name(body)
                 seen.add(name)
                 if name in names:
-                    node.op, node.target = "call_function", broken(name, body)
+                    node.op = "call_function"
+                    node.target = broken(name, body)
         if not seen & names:
-            named, called = ", ".join(sorted(names)), ", ".join(sorted(seen)) or "no operator of torch"
+            named = ", ".join(sorted(names))
+            called = ", ".join(sorted(seen)) or "no operator of torch"
             raise CaptureError(f"splits names {named}, and the step calls none of them, but {called}")
         module.recompile()
 

@@ -64,15 +64,19 @@ class Rehearsal:
 
     def __attrs_post_init__(self) -> None:
         """Initialize the records."""
-        self.read, self.written = set[int](), set[int]()
+        self.read = set[int]()
+        self.written = set[int]()
         self._calls = list[StackCall]()
         self._origins: Sequence[Any] = ()  # the stack's arguments in the step
         self._outputs: Any = None  # results of the stack
         over_requests = [one for one in self.buffers if BATCH in one.slot.axes and one.nbytes]
         self._requests = [(*span(one.tensor), one.name) for one in over_requests]
-        self._anew, self._stored, self._handed = WeakIdKeyDictionary(), WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._anew = WeakIdKeyDictionary()
+        self._stored = WeakIdKeyDictionary()
+        self._handed = WeakIdKeyDictionary()
         self._slots: Mapping[int, str] = {}
-        self._arguments, self._originals = list[tuple[int, int, int]](), list[tuple[int, int, int]]()
+        self._arguments = list[tuple[int, int, int]]()
+        self._originals = list[tuple[int, int, int]]()
         self._objects = dict[int, Any]()  # arguments of the stack that are no tensors, by index
         self._met, self._overwritten = set[int](), set[int]()  # arguments that the stack also reaches in another way
         self._shared = list[tuple[int, int, str]]()  # results of breaks that share memory with each other
@@ -97,7 +101,9 @@ class Rehearsal:
         So the stack is captured under the casts, contexts and attributes that the step sets up. If the capture fails,
         the step still runs to its end, because other ranks may wait for its collectives.
         """
-        made, failed, is_inference = list[T](), list[CaptureError](), torch.is_inference_mode_enabled()
+        made = list[T]()
+        failed = list[CaptureError]()
+        is_inference = torch.is_inference_mode_enabled()
 
         @untraced  # the code around the stack may be compiled
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -328,10 +334,12 @@ class _Operators(OperatorWatch):
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check one operator, and run it."""
-        step, part = current_step(), self._rehearsal.part
+        step = current_step()
+        part = self._rehearsal.part
         if step is None or part not in {"graph", "break"}:
             return operator(*args, **kwargs)
-        name, plain = operator_name(operator), is_plain(operator)
+        name = operator_name(operator)
+        plain = is_plain(operator)
         taken = tensors_in((args, kwargs))
         self._rehearsal.see_operator(name, taken, list(written(operator, args, kwargs)) if plain else [])
         if part == "break":
@@ -357,7 +365,8 @@ class _Functions(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function, or raise CaptureError."""
-        rehearsal, given = self._rehearsal, kwargs or {}
+        rehearsal = self._rehearsal
+        given = kwargs or {}
         part = rehearsal.part
         if not part:
             return func(*args, **given)

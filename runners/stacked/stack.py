@@ -98,7 +98,8 @@ class StackCall:
         given = (*args, *kwargs.values())
         is_flat = len(leaves) == len(given) and all(map(operator.is_, leaves, given))
         self._kinds = (*map(type, given), *kwargs) if is_flat else None
-        self.inside, self.leaves = set[int](), list[Any]()
+        self.inside = set[int]()
+        self.leaves = list[Any]()
         for place, leaf in enumerate(leaves):
             kept = view if leaf is own else leaf
             if isinstance(leaf, torch.Tensor) and holds(leaf):
@@ -152,7 +153,8 @@ class StackCall:
 
     def __call__(self) -> Any:
         """Run the function, at capture, and at each replay of a backend without graphs."""
-        step, (args, kwargs) = current_step(), self.arguments()
+        step = current_step()
+        args, kwargs = self.arguments()
         if step is not None and step.sources is self._live:  # at a replay
             outputs = self.run(*args, **kwargs)
             return self.named(outputs) if self.hands_out else outputs
@@ -163,7 +165,8 @@ class StackCall:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: CurrentStep
     ) -> None:
         """Copy a step's arguments to the tensors that graphs read, and keep the flat list for breaks."""
-        leaves, view = [*args, *kwargs.values()], step.view
+        leaves = [*args, *kwargs.values()]
+        view = step.view
         if (*map(type, leaves), *kwargs) != self._kinds:  # flattening would take ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
             if structure != self._structure:
@@ -250,7 +253,9 @@ def hand_out(outputs: Any, step: CurrentStep) -> Any:
 
 def _part_of(place: int, kept: torch.Tensor, output: torch.Tensor) -> OwnValue:
     """Return a function that takes the same part of each step's argument."""
-    size, stride, offset = output.shape, output.stride(), output.storage_offset() - kept.storage_offset()
+    size = output.shape
+    stride = output.stride()
+    offset = output.storage_offset() - kept.storage_offset()
 
     def part(step: CurrentStep) -> torch.Tensor:
         leaf: torch.Tensor = step.arguments[place]
@@ -271,7 +276,8 @@ def share_memory(one: Any, other: Any) -> bool:
     low = min(one.data_ptr(), other.data_ptr())
     taken = torch.zeros(max(span(one)[1], span(other)[1]) - low, dtype=torch.bool, device="cpu")
     for tensor in (one, other):
-        size, stride = (*tensor.shape, tensor.itemsize), [step * tensor.itemsize for step in tensor.stride()]
+        size = (*tensor.shape, tensor.itemsize)
+        stride = [step * tensor.itemsize for step in tensor.stride()]
         part = taken.as_strided(size, (*stride, 1), tensor.data_ptr() - low)
         if tensor is other and part.any():
             return True
@@ -356,9 +362,13 @@ class StackRoute(Route[V]):
         if self._output_rows is None:
             return outputs
         if self._output_rows == BATCH:
-            rows, kept, each = live[self._requests], None, "request"
+            rows = live[self._requests]
+            kept = None
+            each = "request"
         else:
-            rows, kept, each = self.filling.bucket.sizes[TOKENS], live[-1], "padded token"
+            rows = self.filling.bucket.sizes[TOKENS]
+            kept = live[-1]
+            each = "padded token"
         if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
             return outputs if kept is None else outputs[:kept]
         return cut_rows(outputs, rows, each, kept, ReplayError)
@@ -366,7 +376,8 @@ class StackRoute(Route[V]):
     @untraced  # the step around it may be compiled
     def _answer(self, step: CurrentStep, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs of a step's stack on its arguments."""
-        graphs, captured = self._graphs, self.captured
+        graphs = self._graphs
+        captured = self.captured
         call: StackCall = captured.step  # type: ignore[assignment] # made by `capture_stack`
         step.calls += 1
         call.take(args, kwargs, step)

@@ -33,7 +33,8 @@ Writes = list[tuple[RowWrite, Sequence[int]]]
 
 def _checked_graphs(runner: Runner[V], batch: Any) -> GraphSet[V]:
     """Return the graphs of a runner. Raise ConfigError or BatchError if they cannot run steps from this batch on."""
-    decision, declaration = runner.decide(batch), runner.stage.declaration
+    decision = runner.decide(batch)
+    declaration = runner.stage.declaration
     if decision.bucket is None:
         raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
     if not declaration.rules:
@@ -81,7 +82,8 @@ class Chain(Generic[V]):
             loop: The loop that ranks agreed on.
             chunk_sizes: The numbers of steps that launches may run, in ascending order.
         """
-        declaration, graphs = runner.stage.declaration, _checked_graphs(runner, batch)
+        declaration = runner.stage.declaration
+        graphs = _checked_graphs(runner, batch)
         slots = declaration.slots
         self._runner = runner
         self._buckets = buckets
@@ -89,6 +91,7 @@ class Chain(Generic[V]):
         self._graphs = graphs
         self.buffers = graphs.buffers
         self._use = graphs.buffers.use
+        self._lock = runner.step_lock
         self._hosts = graphs.filler.hosts
         self._ranks = runner.coordinator
         self._loop = loop
@@ -143,7 +146,8 @@ class Chain(Generic[V]):
 
     def join(self, batch: Any, keys: Keys) -> None:
         """Let requests join before the next step. If it raises BatchError, nothing is changed."""
-        runner, edits = self._runner, self._edits
+        runner = self._runner
+        edits = self._edits
         sources = edits.gather(batch)
         write = edits.take_known(keys, sources, self._joined)
         requests = len(keys)
@@ -166,7 +170,8 @@ class Chain(Generic[V]):
 
     def edit(self, keys: Keys, slots: Mapping[str, Any]) -> None:
         """Change slots of requests before the next step. If it raises BatchError, nothing is changed."""
-        runner, declaration = self._runner, self._runner.stage.declaration
+        runner = self._runner
+        declaration = self._runner.stage.declaration
         for name in slots:
             if name not in declaration.sources or name in self._absent:
                 near = did_you_mean(name, declaration.sources.keys() - self._absent)
@@ -203,7 +208,8 @@ class Chain(Generic[V]):
 
     def start(self, batch: Any, keys: Keys) -> Keys:
         """Fill and run the first step like any call, with a batch of these requests. Return the requests."""
-        self._keys, self._rows = keys, {key: row for row, key in enumerate(keys)}
+        self._keys = keys
+        self._rows = {key: row for row, key in enumerate(keys)}
         with self._ranks.within(self._loop):
             self._outputs_of_call = self._runner(batch)
         self._number = 1
@@ -221,7 +227,7 @@ class Chain(Generic[V]):
         Returns:
             The steps' requests in the order of their rows, or None if no rank has any, so that no step is run.
         """
-        use, clock, filler = self._use, self._graphs.clock, self._graphs.filler
+        use = self._use
         if use.fills != self._fills:
             raise ReplayError("another batch was filled in the middle of steps(): begin again with all live requests")
         if self._forks != FORKS.count:
@@ -230,7 +236,12 @@ class Chain(Generic[V]):
             )
         if self._by_calls:
             return self._call(idle=idle)
-        with self._runner.step_lock.open():
+        clock = self._graphs.clock
+        filler = self._graphs.filler
+        lock = self._lock.lock
+        if lock.locked():
+            raise self._lock.refusal()
+        with lock:
             moved = not self._ranks.alone and self._agree(idle=idle)
             if moved is None:
                 return None
@@ -253,7 +264,8 @@ class Chain(Generic[V]):
 
     def _agree(self, *, idle: bool) -> bool | None:
         """Return whether other ranks' sizes change slots of this rank, or None if all ranks are idle."""
-        requests, before = self._requests, self._sizes_of_ranks
+        requests = self._requests
+        before = self._sizes_of_ranks
         rows = self._buckets.fit(requests)
         own = Decision("graph", rows, "fits", f"bucket {rows} fits")
         decision = self._ranks.agree_in_loop(own, (*self._edits.live_of(requests), requests), self._loop, idle=idle)
@@ -267,7 +279,10 @@ class Chain(Generic[V]):
 
     def _prepare(self, *, moved: bool) -> None:
         """Do the host's work for the next step. moved: Whether other ranks' sizes change slots of this rank."""
-        edits, last, requests, wrote = self._edits, self._work, len(self._keys), self._moves_host
+        edits = self._edits
+        last = self._work
+        requests = len(self._keys)
+        wrote = self._moves_host
         is_edit = moved or bool(self._leaving or self._writes)
         if self._hosts.possible:
             self._hosts.wait()
@@ -290,15 +305,22 @@ class Chain(Generic[V]):
             for write, rows in writes:  # usually a single write
                 edits.send(work.counts, before, moves, write, rows, values)
                 self._edit_graph.replay()
-                before, moves, values = [0] * len(before), (), {}
+                before = [0] * len(before)
+                moves = ()
+                values = {}
 
     def _rearrange(self) -> tuple[Moves, Writes]:
         """Let requests leave and join. Return the rows that move, and the rows to write."""
-        leaving, joining, writes = self._leaving, self._joining, self._writes
-        self._leaving, self._joining, self._writes = {}, {}, []
+        leaving = self._leaving
+        joining = self._joining
+        writes = self._writes
+        self._leaving = {}
+        self._joining = {}
+        self._writes = []
         moves: Moves = ()
         if leaving or joining:  # a request may leave before it has joined
-            gone, new = [key for key in leaving if key not in joining], [key for key in joining if key not in leaving]
+            gone = [key for key in leaving if key not in joining]
+            new = [key for key in joining if key not in leaving]
             self._keys, moves = rearrange(self._keys, self._rows, gone, new)
         if not writes or (moves and not joining):  # the kernel moves and writes rows in any order
             writes.insert(0, RowWrite())
@@ -309,13 +331,16 @@ class Chain(Generic[V]):
 
         Raise ReplayError if there is no graph.
         """
-        requests, edits = len(self._keys), self._edits
+        requests = len(self._keys)
+        edits = self._edits
         rows = self._agreed or self._buckets.fit(requests)
         captured = self._graphs.get(rows, self._absent, self._variant)
         if captured is None or rows is None:
             raise ReplayError(f"no graph takes {requests} requests: its capture failed, as `report` says")
         self._graphs.verify(captured)
-        self._captured, self._replay, self._fills = captured, captured.graph.replay, self._use.fills
+        self._captured = captured
+        self._replay = captured.graph.replay
+        self._fills = self._use.fills
         self._counts = self._runner.tally.buckets[rows]
         work = self._works.get((rows, requests))
         if work is None:
@@ -332,19 +357,25 @@ class Chain(Generic[V]):
             chunks.live.copy_(work.live_counts)
         self._prepares = self._edit_graph is None or self._moves_host or bool(work.tails)
 
-    def outputs(self) -> list[Any]:
-        """Return, of each step of the last launch, the outputs for live requests and what says who was done before."""
-        requests, axis, captured = len(self._keys), self._graphs.output_rows, self._captured
+    def outputs(self) -> tuple[list[Any], list[torch.Tensor]]:
+        """Return the outputs of the last launch.
+
+        Returns:
+            Of each step, the outputs for live requests and who was done before it or None. And the tensors that have a
+            row for each step, of which these are a part.
+        """
+        requests = len(self._keys)
+        axis = self._graphs.output_rows
+        captured = self._captured
         done = handed_out(captured.filling.bucket, None)[1]
         if self._by_calls:
-            return [(self._outputs_of_call, cut_live(done, requests))]
-        found = [(captured.graph.outputs, done)] if self._count == 1 else captured.chunks[self._count].outputs[0]
+            return [(self._outputs_of_call, cut_live(done, requests))], []
+        found = [(captured.graph.outputs, done)]
+        stacks: list[torch.Tensor] = []
+        if self._count > 1:
+            found, stacks = captured.chunks[self._count].outputs
         rows = None if axis is None else self._work.step.live_sizes[axis]
-        return [(cut_live(outputs, rows), cut_live(mask, requests)) for outputs, mask in found]
-
-    def stacks(self) -> list[torch.Tensor]:
-        """Return the tensors of the last launch's outputs that have a row for each step."""
-        return self._captured.chunks[self._count].outputs[1] if self._count > 1 else []
+        return [(cut_live(outputs, rows), cut_live(mask, requests)) for outputs, mask in found], stacks
 
     def outputs_key(self) -> tuple[BucketKey, int, int] | None:
         """Return a key for outputs that are the same tensors in each launch, or None if they are new tensors."""
@@ -354,7 +385,9 @@ class Chain(Generic[V]):
 
     def _call(self, *, idle: bool) -> Keys | None:
         """Advance and edit slot by slot, and run the step as a call with a batch of the slots' contents."""
-        runner, graphs, edits = self._runner, self._graphs, self._edits
+        runner = self._runner
+        graphs = self._graphs
+        edits = self._edits
         declaration = runner.stage.declaration
         with runner.step_lock.open():
             graphs.filler.order()
@@ -365,7 +398,8 @@ class Chain(Generic[V]):
             names = [name for name in declaration.sources if name not in self._absent]
             slots = {name: graphs.buffers[name].view(sizes).clone() for name in names}
         sample = rebuilt(declaration, slots, self._fields)
-        batch, side = sample.batch, sample.side
+        batch = sample.batch
+        side = sample.side
         with self._ranks.within(self._loop):
             if idle and self._ranks.idle(runner.decide(batch, **side), runner.size(batch, side)):
                 return None

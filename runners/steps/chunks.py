@@ -34,9 +34,11 @@ def chunk_sizes(chunk: Any, chunks: Collection[int]) -> tuple[int, ...]:
 
 def check_host(graphs: GraphSet[Any]) -> None:
     """Raise ConfigError if the host has work to do between two steps of a graph."""
-    declaration, why = graphs.stage.declaration, ""
+    declaration = graphs.stage.declaration
+    why = ""
     for buffer in graphs.buffers:
-        name, slot = buffer.name, buffer.slot
+        name = buffer.name
+        slot = buffer.slot
         if slot.placement == HOST and name in declaration.rules:
             why = f"host slot {name!r} advances: place it on the device"
         elif slot.placement == HOST and (slot.rewritten or (buffer.foreign and name in declaration.read_on_host)):

@@ -51,7 +51,8 @@ class HostWork:
             lanes: Slots that an edit's kernel advances.
             whole: Slots whose values an edit's packet carries.
         """
-        step, transitions = bucket.step(live), bucket.transitions
+        step = bucket.step(live)
+        transitions = bucket.transitions
         sizes = step.live_sizes
         work = cls(step, bucket.declaration.counts(sizes))
         for side, transition in transitions.items():

@@ -6,9 +6,10 @@ are copied to a ring of host memory, and each step waits only for its own copy.
 
 import collections
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic
 
+import attrs
 import numpy as np
 import torch
 from torch.autograd import profiler
@@ -17,7 +18,7 @@ from ...backends.base import Event
 from ...dataflow.capabilities import HOST
 from ...dataflow.edits import Keys, keys_in
 from ...dataflow.errors import BatchError, ConfigError, StaleOutputError
-from ...dataflow.guard import outside_inference, without_gradients
+from ...dataflow.guard import outside_inference
 from ...dataflow.inputs import V
 from ...dataflow.sources import NO_SIDE, SETTINGS, Compute
 from ..engine.config import GENERATIONS, check_step, checked, checked_names, refuse
@@ -27,14 +28,61 @@ from .chain import Chain
 from .ragged_rows import RaggedRows
 
 SomeKeys = Iterable[Hashable]
-OutputCopies = tuple[list[Any], list[torch.Tensor], list[torch.Tensor], bool]
-"""Of a launch: each step's outputs in host memory and who was done before, the tensors to copy to and from, and whether
-they are copied together."""
 MOST_AT_ONCE: Final = 1 << 16
 """The most bytes of outputs of all steps of a launch that one copy takes to the host, with those of padded rows."""
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_IN_FLIGHT: Final[list[tuple[Event, OutputCopies]]] = []
-"""Memory of ended loops that the device may still write. This list keeps torch from reusing it."""
+_IN_FLIGHT: Final[list["Launch"]] = []
+"""Launches of ended loops whose host memory the device may still write. This list keeps torch from reusing it."""
+
+
+@attrs.define(eq=False)
+class OutputCopies:
+    """Host memory for the outputs of a launch. Later launches use it again.
+
+    Attributes:
+        outputs: Each step's outputs in host memory, and who was done before it or None.
+        count: How many tensors are copied.
+        start: Starts the copies, on the current stream.
+        rows: Of each step, a call that returns the rows of its requests, and one that returns who was done before it, a
+            byte for each, or None. None before `tokens` was called.
+    """
+
+    outputs: Sequence[tuple[Any, torch.Tensor | None]]
+    count: int
+    start: Callable[[], object]
+    rows: list[Any]
+
+
+@attrs.define(eq=False)
+class Launch:
+    """A launch of one step or several.
+
+    Attributes:
+        number: Its number, from 0.
+        copies: The copies of its outputs.
+        event: The end of these copies.
+        is_ready: Whether its outputs are in host memory. The host has waited for them, and no later launch has begun to
+            overwrite them.
+    """
+
+    number: int
+    copies: OutputCopies
+    event: Event
+    is_ready: bool = False
+
+
+def _starter(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> Callable[[], object]:
+    """Return a call that copies tensors without waiting for it."""
+    if len(targets) == 1:  # for which the grouped call takes longer
+        return functools.partial(targets[0].copy_, sources[0], True)  # noqa: FBT003 - the name takes time
+    if targets and all(target.device == source.device for target, source in zip(targets, sources, strict=True)):
+        return functools.partial(_FOREACH_COPY, targets, sources)
+
+    def start() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+
+    return start
 
 
 class LaunchedStep(Generic[Out]):
@@ -43,19 +91,25 @@ class LaunchedStep(Generic[Out]):
     Attributes:
         number: Its number, from 0.
         keys: The key of each live request, in the order of the rows.
-        launch: The number of its launch, from 0.
     """
 
-    def __init__(self, loop: "StepLoop[Any, Out]", number: int, keys: Keys, outputs: Any, launch: int) -> None:
+    __slots__ = ("_launch", "_loop", "_place", "keys", "number")
+
+    def __init__(self, loop: "StepLoop[Any, Out]", launch: Launch, place: int, number: int, keys: Keys) -> None:
+        self._loop = loop
+        self._launch = launch
+        self._place = place  # among the steps of the launch
         self.number = number
         self.keys: tuple[Any, ...] = keys
-        self._loop = loop
-        self._outputs, self._done = outputs
-        self.launch = launch
 
     def __repr__(self) -> str:
         """Return its number and its number of requests. Waits for nothing."""
         return f"<step {self.number} of {len(self.keys)} requests>"
+
+    @property
+    def launch(self) -> int:
+        """The number of its launch, from 0."""
+        return self._launch.number
 
     @property
     def outputs(self) -> Out:
@@ -66,7 +120,10 @@ class LaunchedStep(Generic[Out]):
         Raises:
             StaleOutputError: The launch `ahead` + 2 later, which uses the same host memory, has been.
         """
-        return self._loop.read(self.number, self.launch, self._outputs)
+        launch = self._launch
+        if not launch.is_ready:
+            self._loop.wait(launch, self.number)
+        return self._loop.handed_out(launch.number, launch.copies.outputs[self._place][0])
 
     @property
     def lands(self) -> int:
@@ -85,7 +142,21 @@ class LaunchedStep(Generic[Out]):
             ConfigError: The step returns more than one tensor: use `outputs`, or `read=` of `steps`. Or outputs are
                 whole, by `output_rows=None`.
         """
-        return self._loop.tokens(self.number, self.launch, self.keys, self._outputs, self._done)
+        loop = self._loop
+        launch = self._launch
+        place = self._place
+        if not launch.is_ready:
+            loop.wait(launch, self.number)
+        known = launch.copies.rows
+        if known[place] is None:
+            known[place] = loop.rows(*launch.copies.outputs[place], len(self.keys))
+        rows, done = known[place]
+        pairs = list(zip(self.keys, rows()))  # noqa: B905 - there are as many rows, and strict= takes 0.2 us
+        if done is not None:
+            flags = done()
+            if True in flags:
+                pairs = [pair for pair, is_done in zip(pairs, flags, strict=True) if not is_done]
+        return pairs if self.number >= loop.changed else loop.counted(self.number, pairs)
 
     def needs(self, slot: str, *, steps: int = 1) -> dict[Any, int]:
         """Return what each request needs in a step that is launched later, to reserve memory for it before.
@@ -174,6 +245,7 @@ class StepLoop(Generic[V, Out]):
     Attributes:
         launched: How many steps were launched so far.
         launches: How many launches these were.
+        changed: The first step with exactly the present requests, all of whose rows count.
     """
 
     def __init__(
@@ -201,6 +273,7 @@ class StepLoop(Generic[V, Out]):
         self.launched = self.launches = 0
         self._runner = runner
         self._backend = runner.stage.backend
+        self._device = runner.stage.backend.device
         self._sources = runner.stage.declaration.sources
         self._chain = chain
         self._batch = batch
@@ -210,13 +283,13 @@ class StepLoop(Generic[V, Out]):
         self._hold_reason = ""
         self._has_ended = False
         self._since = dict.fromkeys(first, 0)  # by key, the first step of each request that has not left
-        self._ended: list[tuple[Hashable, range]] = []  # requests that have left, and their steps that still count
+        # requests that have left, their steps that still count, and the launch of the last one
+        self._ended: list[tuple[Hashable, range, int]] = []
         self._stamps = GENERATIONS in runner.config.modes
-        self._changed = 0  # the first step with exactly the present requests, all of whose rows count
-        self._ring: list[dict[tuple[int, int, int], OutputCopies]] = [{} for _ in range(ahead + 2)]
-        self._starts = collections.deque[int](maxlen=ahead + 2)  # the first step of each launch that the ring holds
-        self._events: list[Event | None] = [None] * len(self._ring)
-        self._in_flight: dict[int, tuple[Event, OutputCopies]] = {}
+        self.changed = 0
+        self._depth = ahead + 2  # places of the ring: the host memory that launches use in turn
+        self._memory: list[dict[Hashable, OutputCopies]] = [{} for _ in range(self._depth)]
+        self._ring: list[Launch | None] = [None] * self._depth  # the last launch that used each place
         slots = runner.stage.declaration.slots
         ragged = [name for name in self._sources if slots[name].ragged]
         kept = [name for name in ragged if not (slots[name].rewritten or slots[name].advances())]
@@ -225,7 +298,8 @@ class StepLoop(Generic[V, Out]):
         # for each slot of `needs`, the slot whose number is predicted, and for ragged rows their length as its function
         self._needs = dict[str, tuple[str, Compute | bool | None]]()
         for name in needs:
-            number, length = name, slots[name].ragged if name in kept else None
+            number = name
+            length = slots[name].ragged if name in kept else None
             if isinstance(length, Compute):
                 number = next(need for need in length.needs if need != SETTINGS)
             self._needs[name] = number, length
@@ -260,7 +334,8 @@ class StepLoop(Generic[V, Out]):
 
     def _steps(self) -> Iterator[LaunchedStep[Out] | None]:
         """Yield None, and then the steps in order. Others are launched meanwhile."""
-        waiting, counts = collections.deque[LaunchedStep[Out]](), self._runner.tally.ahead
+        waiting = collections.deque[LaunchedStep[Out]]()
+        counts = self._runner.tally.ahead
         others = not self._runner.coordinator.quiet  # other ranks may have requests when this rank has none
         try:
             with self._chain.looping():
@@ -289,56 +364,57 @@ class StepLoop(Generic[V, Out]):
                     yield step
         finally:  # keep memory that a kernel may still write
             self._has_ended = True
-            flights = (*_IN_FLIGHT, *self._in_flight.values())
-            _IN_FLIGHT[:] = [(event, copies) for event, copies in flights if not event.query()]
+            unread = [launch for launch in self._ring if launch is not None and not launch.is_ready]
+            _IN_FLIGHT[:] = [launch for launch in (*_IN_FLIGHT, *unread) if not launch.event.query()]
 
     def _next_count(self) -> int:
         """Return how many steps the next launch runs: more from now on if the device has nothing left to do."""
         sizes = self._chain.chunk_sizes
         if len(sizes) == 1:
             return sizes[0]
-        last = self._events[(self.launches - 1) % len(self._ring)]
-        if self._size < len(sizes) - 1 and last is not None and last.query():
+        last = self._ring[(self.launches - 1) % self._depth]
+        if self._size < len(sizes) - 1 and last is not None and last.event.query():
             self._size += 1
         return 1 if self._chain.is_joined else sizes[self._size]
 
     def _launch(self, count: int, *, idle: bool) -> list[LaunchedStep[Out]]:
         """Launch the next steps, with the edit before them. Return none if no rank has a request."""
-        chain, number, launch = self._chain, self.launched, self.launches
-        keys = chain.go_on(count, idle=idle) if number else chain.start(self._batch, tuple(self._since))
-        if not number:
+        chain = self._chain
+        number = self.launched
+        if number:
+            keys = chain.go_on(count, idle=idle)
+        else:
+            keys = chain.start(self._batch, tuple(self._since))
             self._note(tuple(self._since), self._batch)
         if keys is None:
             return []
-        copies = self._copies(launch)
-        outputs, targets, sources, together = copies
-        self.launched += len(outputs)
+        place = self.launches % self._depth
+        memory = self._memory[place]
+        outputs_key = chain.outputs_key()
+        copies = memory.get(outputs_key)
+        if copies is None:
+            copies = self._copies()
+            if outputs_key is not None:
+                memory[outputs_key] = copies
+        last = self._ring[place]
+        if last is not None:
+            last.is_ready = False
+        copies.start()
+        event = self._backend.event(None if last is None else last.event)
+        launch = self._ring[place] = Launch(self.launches, copies, event)
+        made = len(copies.outputs)  # a loop's first launch is of one step, whatever its chunk
         self.launches += 1
-        self._starts.append(number)
-        if together and len(targets) > 1:  # the grouped call takes longer for one tensor
-            without_gradients(_FOREACH_COPY, targets, sources)
-        else:
-            for target, source in zip(targets, sources, strict=True):
-                without_gradients(target.copy_, source, True)  # noqa: FBT003 - without waiting for it
-        self._in_flight.pop(launch - len(self._ring), None)
-        place = launch % len(self._ring)
-        self._events[place] = event = self._backend.event(self._events[place])
-        self._in_flight[launch] = event, copies
+        self.launched += made
         steps: list[LaunchedStep[Out]] = []
-        for one in outputs:
-            steps.append(LaunchedStep(self, number, keys, one, launch))
-            number += 1
+        for step in range(made):  # a comprehension takes longer, also for what comes before it
+            steps.append(LaunchedStep(self, launch, step, number + step, keys))  # noqa: PERF401
         return steps
 
-    def _copies(self, launch: int) -> OutputCopies:
-        """Return the copies of a launch's outputs.
-
-        Allocate host memory for them if there is none for such outputs yet.
-        """
-        key, known = self._chain.outputs_key(), self._ring[launch % len(self._ring)]
-        if key is not None and key in known:
-            return known[key]
-        outputs, targets, sources = self._chain.outputs(), list[torch.Tensor](), list[torch.Tensor]()
+    def _copies(self) -> OutputCopies:
+        """Allocate host memory for the outputs of the last launch, and return how they are copied there."""
+        outputs, stacked = self._chain.outputs()
+        targets = list[torch.Tensor]()
+        sources = list[torch.Tensor]()
         if self._read is not None:
             outputs = [(chosen_parts(made, self._read), done) for made, done in outputs]
 
@@ -352,7 +428,7 @@ class StepLoop(Generic[V, Out]):
 
         stacks = {
             one.untyped_storage().data_ptr(): functools.cache(functools.partial(copied, one))
-            for one in self._chain.stacks()
+            for one in stacked
             if 0 < one.nbytes <= MOST_AT_ONCE
         }
 
@@ -365,65 +441,53 @@ class StepLoop(Generic[V, Out]):
                 return made.as_strided(tensor.shape, tensor.stride(), made.storage_offset() + tensor.storage_offset())
 
         made = map_tensors(outputs, on_host, lambda leaf: constant_leaf(leaf, "which steps() cannot copy to the host"))
-        pairs = zip(targets, sources, strict=True)
-        copies = made, targets, sources, bool(targets) and all(to.device == source.device for to, source in pairs)
-        if key is not None:
-            known[key] = copies
-        return copies
+        return OutputCopies(made, len(targets), _starter(targets, sources), [None] * len(made))
 
-    def read(self, number: int, launch: int, outputs: Out) -> Out:
-        """Wait for the copies of a step's outputs, and return them, as clones if the runner's options ask for that."""
-        self._wait(number, launch)
+    def wait(self, launch: Launch, number: int) -> None:
+        """Wait for the copies of a launch's outputs. Raise StaleOutputError if they are overwritten. number: A step."""
+        if self._is_overwritten(launch.number):
+            raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
+        self._runner.coordinator.wait(launch.event, self._device, read=True)
+        launch.is_ready = True
+
+    def _is_overwritten(self, launch: int) -> bool:
+        """Return whether a later launch uses the host memory of this one."""
+        return launch + self._depth < self.launches
+
+    def handed_out(self, launch: int, outputs: Out) -> Out:
+        """Return outputs of a launch as the runner's options ask for them: as clones, stamped, or as they are."""
         if self._runner.config.outputs == "copy":
             return own_copy(outputs)
         if self._stamps:
             return map_tensors(  # type: ignore[no-any-return] # the same structure
-                outputs, lambda tensor: Stamped.stamp(tensor, lambda: self._is_overwritten(number))
+                outputs, lambda tensor: Stamped.stamp(tensor, lambda: self._is_overwritten(launch))
             )
         return outputs
 
-    def _wait(self, number: int, launch: int) -> None:
-        """Wait for the copies of a launch's outputs. Raise StaleOutputError if they are overwritten."""
-        if self._is_overwritten(number):
-            raise StaleOutputError(f"the outputs of step {number} were overwritten by a later step: read them earlier")
-        if launch in self._in_flight:
-            self._runner.coordinator.wait(self._in_flight[launch][0], self._backend.device, read=True)
-            del self._in_flight[launch]
+    def counted(self, number: int, pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Return the rows of a step that still count: of live requests, and of others until their known end."""
+        launched = self.launched
+        ended = {key for key, steps, _ in self._ended if number in steps}
+        return [pair for pair in pairs if pair[0] in ended or self._since.get(pair[0], launched) <= number]
 
-    def _is_overwritten(self, number: int) -> bool:
-        """Return whether a later launch uses the host memory of a step."""
-        return number < self._starts[0]
-
-    def tokens(
-        self, number: int, launch: int, keys: Keys, outputs: Any, done: torch.Tensor | None
-    ) -> list[tuple[Any, Any]]:
-        """Return the rows of a step that still count: of live requests, and of others until their known end.
-
-        done: Which requests were done before the step, or None.
-        """
-        self._wait(number, launch)
+    def rows(self, outputs: Any, done: torch.Tensor | None, requests: int) -> tuple[Any, Any]:
+        """Return calls that read a step's rows of requests, and who was done before it: see `OutputCopies.rows`."""
         if not isinstance(outputs, torch.Tensor):
             raise ConfigError(
                 f"tokens() needs a step that returns one tensor, got {type(outputs).__name__}: use outputs"
             )
         if not self._runner.cuts:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: set output_rows=")
-        requests = len(keys)
         if requests and outputs.shape != (requests,):  # several rows or numbers for each request
             outputs = outputs.view(requests, -1).squeeze(1)
-        pairs = list(zip(keys, outputs.tolist()))  # noqa: B905 - there are as many rows, and strict= takes 0.2 us
-        flags = () if done is None else done.tolist()
-        if True in flags:
-            pairs = [pair for pair, is_done in zip(pairs, flags, strict=True) if not is_done]
-        if number >= self._changed:
-            return pairs
-        launched = self.launched
-        ended = {key for key, steps in self._ended if number in steps}
-        return [pair for pair in pairs if pair[0] in ended or self._since.get(pair[0], launched) <= number]
+        rows = outputs.tolist
+        if outputs.dim() == 1 and outputs.dtype in {torch.int64, torch.int32}:  # for ids, `tolist` takes twice as long
+            rows = functools.partial(iter, memoryview(outputs.numpy()))
+        return rows, None if done is None else done.numpy().tobytes
 
     def _forget_ended(self) -> None:
         """Forget requests that left before any step that can still be read."""
-        self._ended = [(key, steps) for key, steps in self._ended if not self._is_overwritten(steps.stop - 1)]
+        self._ended = [one for one in self._ended if not self._is_overwritten(one[-1])]
 
     def leave(self, keys: SomeKeys, *, now: bool) -> None:
         """See `LaunchedStep.leave`."""
@@ -433,10 +497,10 @@ class StepLoop(Generic[V, Out]):
             for values in self._values.values():
                 del values[key]
             if not now:
-                self._ended.append((key, range(since, self.launched)))
+                self._ended.append((key, range(since, self.launched), self.launches - 1))
         for ragged in self._ragged.values():
             ragged.forget(gone)
-        self._changed = self.launched
+        self.changed = self.launched
         self._chain.leave(gone)
 
     def join(self, batch: Any, keys: SomeKeys) -> None:
@@ -446,19 +510,21 @@ class StepLoop(Generic[V, Out]):
             raise BatchError("these steps() have ended: begin again with all live requests")
         self._chain.join(batch, new)
         self._since.update(dict.fromkeys(new, self.launched))
-        self._changed = self.launched
+        self.changed = self.launched
         self._note(new, batch)
 
     def edit(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.edit`."""
-        some, slots = self._live_keys(keys, "edit({}, ...)"), self._runner.stage.declaration.by_slot(slots)
+        some = self._live_keys(keys, "edit({}, ...)")
+        slots = self._runner.stage.declaration.by_slot(slots)
         self._chain.edit(some, slots)
         for name, rows in slots.items():
             self._note_rows(name, some, rows)
 
     def append(self, keys: SomeKeys, slots: Mapping[str, Any]) -> None:
         """See `LaunchedStep.append`."""
-        some, ragged = self._live_keys(keys, "append({}, ...)"), self._ragged
+        some = self._live_keys(keys, "append({}, ...)")
+        ragged = self._ragged
         slots = self._runner.stage.declaration.by_slot(slots)
         for name in slots:
             if name not in ragged:
@@ -475,7 +541,8 @@ class StepLoop(Generic[V, Out]):
         if slot not in [*self._needs]:  # a list: `slot` may be unhashable
             raise ConfigError(f"slot {slot!r} is not predicted: name it when steps() begins, needs=[{slot!r}]")
         read, length = self._needs[slot]
-        known, growth = self._values[read], self._growths[read]
+        known = self._values[read]
+        growth = self._growths[read]
         for key, value in known.items():
             if isinstance(value, tuple):
                 step, values, row = value

@@ -52,7 +52,9 @@ class RaggedRows:
 
     def appended(self, keys: Keys, added: Any) -> dict[Hashable, Sequence[Any]]:
         """Return rows with further values, of those requests that get any. Raise BatchError if they do not fit."""
-        name, dtype, room = self._to.name, self._to.tensor.dtype, self._to.tensor.shape[1]
+        name = self._to.name
+        dtype = self._to.tensor.dtype
+        room = self._to.tensor.shape[1]
         if not isinstance(added, list | tuple) or len(added) != len(keys):
             raise BatchError(f"slot {name!r}: append takes a list with a list of values for each request")
         found = dict[Hashable, Sequence[Any]]()

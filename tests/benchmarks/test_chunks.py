@@ -1,5 +1,6 @@
 """Several steps in one launch, beside single steps and beside a loop by hand. Run with -s to see the tables."""
 
+import contextlib
 import functools
 import gc
 import time
@@ -156,6 +157,47 @@ def test_several_steps_in_one_launch(backend: Backend, device_time: str, rows: i
     title = f"{device_time}, {rows} requests"
     show(f"{title}: a step", whole)
     show(f"{title}: a step, on the host", host)
+
+
+@pytest.mark.slow
+@pytest.mark.slotgraph_backends("cpu-capture", "cuda")
+@pytest.mark.parametrize("rows", [1, 64])
+def test_host_time_of_a_step(backend: Backend, rows: int) -> None:
+    """What the loop itself takes: no graph runs. "not read" is without tokens(), and the rest of a step is tokens().
+
+    By hand, only the ids are read, and numbered. Times are those of this thread.
+    """
+    model = Model(backend.device, 1)
+    runner: DecodeRunner[Counting, torch.Tensor] = DecodeRunner(
+        Counting, model.step, buckets=[rows], output_rows=BATCH, backend=backend, chunks=CHUNKS, lowering="in_graph"
+    )
+    runner.capture()
+    batch = {"input_ids": [7] * rows, "positions": [0] * rows, "seq_lens": [1] * rows}
+    hands = {chunk: ByHand(backend, model, rows, chunk) for chunk in CHUNKS}
+    times, kinds = dict[str, list[float]](), set[type]()
+    for captured in runner.graphs.captured.values():
+        kinds.update(map(type, captured.graphs))
+
+    def measure(name: str, loop: Iterator[Any], take: Callable[[Any], object]) -> None:
+        for _ in range(2 * max(CHUNKS) + 1):
+            take(next(loop))
+        start = time.thread_time()
+        for _ in range(STEPS):
+            take(next(loop))
+        times.setdefault(name, []).append(1e6 * (time.thread_time() - start) / STEPS)
+        loop.close()  # type: ignore[attr-defined] # a generator
+
+    with contextlib.ExitStack() as patches:
+        for kind in kinds:
+            patches.enter_context(mock.patch.object(kind, "replay", return_value=None))
+        for _ in range(ROUNDS):
+            for chunk, hand in hands.items():
+                begin = functools.partial(runner.steps, batch, ahead=1, chunk=chunk)
+                measure(f"steps, chunk={chunk}", begin(), lambda step: step.tokens())
+                measure(f"not read, chunk={chunk}", begin(), lambda _: None)
+                measure(f"by hand, {chunk} steps", hand.tokens(), lambda _: None)
+    assert next(runner.steps(batch)).tokens() == [(row, 21) for row in range(rows)]
+    show(f"{rows} requests: the host's time of a step, without graphs", times)
 
 
 @pytest.mark.slow

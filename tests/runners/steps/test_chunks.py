@@ -95,7 +95,7 @@ def test_outputs_of_a_chunk_are_kept_apart(
         two(), chunk=4, ahead=1, read=lambda outputs: outputs[1] | {"a": outputs[0]}
     )
     first, *steps = [next(loop) for _ in range(5)]
-    assert len(steps[0]._loop._in_flight[1][1][1]) == copies
+    assert steps[0]._launch.copies.count == copies
     for step_of in (first, *steps):
         number, outputs = step_of.number, step_of.outputs
         assert outputs["a"].tolist() == [11 + number, 21 + number]
