@@ -1,6 +1,6 @@
-"""One Triton kernel for the lists of attention: offsets, packed pages or tokens, and what a block mask has.
+"""Triton kernels of attention: lists of pages or tokens, offsets, what a block mask has, and FlashMLA's schedule.
 
-A program has one request, and a part of its lists. It adds up the lengths of all requests by itself, so that none waits
+A program of `write_lists` has one request, and a part of its lists. It adds up the lengths of all requests by itself, so that none waits
 for another. `layouts` has the same as plain functions, with which a capture compares it.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
