@@ -1,7 +1,7 @@
 """Triton kernels of attention: lists of pages or tokens, offsets, what a block mask has, and FlashMLA's schedule.
 
-A program of `write_lists` has one request, and a part of its lists. It adds up the lengths of all requests by itself, so that none waits
-for another. `layouts` has the same as plain functions, with which a capture compares it.
+A program of `write_lists` has one request, and a part of its lists. It adds up the lengths of all requests by itself,
+so that none waits for another. `layouts` has the same as plain functions, with which a capture compares it.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
 # ruff: noqa: ANN001, ANN201, ANN202, C901, N803, PLR0913, PLR0917 - see above; the kernel has an argument for each list
