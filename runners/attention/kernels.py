@@ -128,10 +128,10 @@ class FlashMLA(PagedCache):
     num_splits: where each request's splits begin among those of all requests, and behind them how many there are.
     """
 
-    cost_offsets: Tensor = computed(layouts.block_costs, shape=BATCH + 1, dtype=int32)
-    part_offsets: Tensor = computed(layouts.part_starts, shape=SM_PARTS + 1, dtype=int32)
-    tile_scheduler_metadata: Tensor = computed(layouts.tile_schedule, shape=(SM_PARTS, 8), dtype=int32)
-    num_splits: Tensor = computed(layouts.split_offsets, shape=BATCH + 1, dtype=int32)
+    cost_offsets: Tensor = computed(layouts.flash_mla_lists, shape=BATCH + 1, dtype=int32)
+    part_offsets: Tensor = computed(layouts.flash_mla_lists, shape=SM_PARTS + 1, dtype=int32)
+    tile_scheduler_metadata: Tensor = computed(layouts.flash_mla_lists, shape=(SM_PARTS, 8), dtype=int32)
+    num_splits: Tensor = computed(layouts.flash_mla_lists, shape=BATCH + 1, dtype=int32)
 
 
 class FlexDecode(PagedCache):

@@ -103,22 +103,22 @@ def block_costs(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     return offsets(divided_up(seq_lens, page_size).clamp(min=1) + _OVERHEAD)
 
 
-def part_starts(cost_offsets: Tensor, page_table: Tensor, out: Tensor) -> None:
-    """Write the place in all work at which each part of the device begins, and behind them where the last one ends.
+def part_starts(cost_offsets: Tensor, page_table: Tensor, parts: int) -> Tensor:
+    """Return the place in all work at which each part of the device begins, and behind them where the last one ends.
 
     A part takes whole requests while its share lasts, and then blocks of the next one, if it can begin with that. Where
     a part ends depends on where it begins: `ends` has this for each place, then for two parts in a row, four, and so
     on, so that the parts that are known give as many more.
     """
-    work, parts = page_table.numel() + page_table.shape[0] * _OVERHEAD, out.shape[0] - 1
-    places = torch.arange(work + 1, dtype=int32, device=out.device)
+    work = page_table.numel() + page_table.shape[0] * _OVERHEAD
+    places = torch.arange(work + 1, dtype=int32, device=cost_offsets.device)
     reach = places + divided_up(cost_offsets[-1:], parts) + _OVERHEAD
     unused = located(cost_offsets, reach)[1].clamp(max=_OVERHEAD)
     ends = torch.minimum(reach - unused, cost_offsets[-1:])
     starts = places[:1]
     while starts.shape[0] <= parts:
         starts, ends = torch.cat([starts, ends[starts]]), ends[ends]
-    out.copy_(starts[: parts + 1])
+    return starts[: parts + 1]
 
 
 def tile_schedule(cost_offsets: Tensor, part_offsets: Tensor, seq_lens: Tensor) -> Tensor:
@@ -182,6 +182,28 @@ def _by_kernel(seq_lens: Tensor, lists: Mapping[str, Tensor | None], **given: Te
     from .lists_kernel import launch  # noqa: PLC0415 - it needs triton, which is there with a CUDA device
 
     launch(seq_lens, lists, **given)
+
+
+def _flash_mla_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, page_table: Tensor, page_size: Tensor) -> None:
+    from .lists_kernel import launch_schedule  # noqa: PLC0415 - as in `_by_kernel`
+
+    del page_table  # only its size counts, for the function
+    launch_schedule(seq_lens, page_size, _OVERHEAD, **out)
+
+
+@fills("cost_offsets", "part_offsets", "tile_scheduler_metadata", "num_splits", kernel=_flash_mla_kernel)
+def flash_mla_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor, out: Mapping[str, Tensor]) -> None:
+    """Write the offsets of requests and of parts in all work, the schedule of parts, and the offsets of splits."""
+    cost_offsets = block_costs(seq_lens, page_size)
+    part_offsets = part_starts(cost_offsets, page_table, out["tile_scheduler_metadata"].shape[0])
+    values = {
+        "cost_offsets": cost_offsets,
+        "part_offsets": part_offsets,
+        "tile_scheduler_metadata": tile_schedule(cost_offsets, part_offsets, seq_lens),
+        "num_splits": split_offsets(cost_offsets, part_offsets),
+    }
+    for name, target in out.items():
+        target.copy_(values[name])
 
 
 def _flash_attention_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, extend_seq_lens: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""One Triton kernel for the lists of attention: offsets, packed pages or tokens, and what a block mask has.
+"""Triton kernels of attention: lists of pages or tokens, offsets, what a block mask has, and FlashMLA's schedule.
 
-A program has one request, and a part of its lists. It adds up the lengths of all requests by itself, so that none waits
-for another. `layouts` has the same as plain functions, with which a capture compares it.
+A program of `write_lists` has one request, and a part of its lists. It adds up the lengths of all requests by itself,
+so that none waits for another. `layouts` has the same as plain functions, with which a capture compares it.
 """
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
 # ruff: noqa: ANN001, ANN201, ANN202, C901, N803, PLR0913, PLR0917 - see above; the kernel has an argument for each list
@@ -156,4 +156,95 @@ def launch(
     write_lists[rows, triton.cdiv(items, 2 * BLOCK)](
         seq_lens, queries, seq_lens if page_table is None else page_table, *strides, page_size, split_tile_size, rows,
         columns, width, *map(lists.get, LISTS), ROWS=max(64, triton.next_power_of_2(rows)), BLOCK=BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _located(starts, count, places, HALF: tl.constexpr):
+    """Return of each place the last of the starts, at most twice HALF and in order, that is there or before."""
+    found = places * 0
+    step = HALF
+    while step > 0:
+        ahead = found + step
+        is_there = ahead < count
+        start = tl.load(starts + ahead, mask=is_there, other=0)
+        found = tl.where(is_there & (start <= places), ahead, found)
+        step //= 2
+    return found
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def write_schedule(
+    seq_lens, page_size, rows, parts, cost_offsets, part_offsets, tile_scheduler_metadata, num_splits,
+    OVERHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write FlashMLA's schedule by one program of one warp.
+
+    A part ends where its share does, or at a request that begins at most OVERHEAD places behind: one look at all
+    requests, in registers, for each part. All else is found by binary search.
+    """
+    row = tl.arange(0, ROWS)
+    lengths = tl.load(seq_lens + row, mask=row < rows, other=0)
+    blocks = tl.maximum(_divided_up(lengths, tl.load(page_size)), 1)
+    ends = tl.cumsum(tl.where(row < rows, blocks + OVERHEAD, 0))
+    total = tl.max(ends)
+    tl.store(cost_offsets, 0)
+    tl.store(cost_offsets + row + 1, ends, mask=row < rows)
+    share = _divided_up(total, parts)
+    start = total * 0
+    for part in range(parts):
+        tl.store(part_offsets + part, start)
+        reach = start + share + OVERHEAD
+        request = tl.max(tl.where(ends <= reach, ends, 0))
+        start = tl.minimum(tl.maximum(request, reach - OVERHEAD), total)
+    tl.store(part_offsets + parts, start)
+    tl.debug_barrier()  # what is stored can be read
+
+    if num_splits is not None:
+        before = _located(part_offsets, parts + 1, ends - blocks - OVERHEAD, PARTS)
+        splits = _located(part_offsets, parts + 1, ends - 1, PARTS) - before + 1
+        tl.store(num_splits, 0)
+        tl.store(num_splits + row + 1, tl.cumsum(tl.where(row < rows, splits, 0)), mask=row < rows)
+
+    part = tl.arange(0, PARTS)
+    is_part = part < parts
+    begin = tl.load(part_offsets + part, mask=is_part, other=0)
+    end = tl.load(part_offsets + part + 1, mask=is_part, other=0)
+    first = _located(cost_offsets, rows + 1, begin, ROWS)
+    last = _located(cost_offsets, rows + 1, end, ROWS)
+    first_start = tl.load(cost_offsets + first)
+    begin -= first_start
+    end -= tl.load(cost_offsets + last)
+    is_cut = end > 0
+    last = tl.maximum(tl.where(is_cut, last, last - 1), 0)
+    all_blocks = tl.load(cost_offsets + last + 1, mask=last < rows, other=0) - tl.load(cost_offsets + last) - OVERHEAD
+    has_tokens = tl.load(seq_lens + last, mask=last < rows, other=0) > 0
+    end = tl.where(is_cut, end, tl.where(has_tokens, all_blocks, 0))
+    split = tl.maximum(part - _located(part_offsets, parts + 1, first_start, PARTS), 0)
+    either = (first == last) & ((begin > 0) | is_cut)
+    target = tile_scheduler_metadata + part * 8
+    tl.store(target, first, mask=is_part)
+    tl.store(target + 1, last, mask=is_part)
+    tl.store(target + 2, begin, mask=is_part)
+    tl.store(target + 3, end, mask=is_part)
+    tl.store(target + 4, split, mask=is_part)
+    tl.store(target + 5, ((begin > 0) | either).to(tl.int32), mask=is_part)
+    tl.store(target + 6, (is_cut | either).to(tl.int32), mask=is_part)
+    tl.store(target + 7, 0, mask=is_part)
+
+
+def launch_schedule(
+    seq_lens: Tensor,
+    page_size: Tensor,
+    overhead: int,
+    cost_offsets: Tensor,
+    part_offsets: Tensor,
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor | None = None,
+) -> None:
+    """Launch the kernel of FlashMLA's schedule. overhead: What beginning with a request costs, in blocks."""
+    rows, parts = seq_lens.shape[0], tile_scheduler_metadata.shape[0]
+    write_schedule[(1,)](
+        seq_lens, page_size, rows, parts, cost_offsets, part_offsets, tile_scheduler_metadata, num_splits,
+        OVERHEAD=overhead, ROWS=triton.next_power_of_2(rows), PARTS=triton.next_power_of_2(parts), num_warps=1,
     )  # fmt: skip

@@ -25,8 +25,9 @@ SETS: Final[dict[str, Any]] = {
     "TritonDecode": layouts.split_token_lists,
     "TritonBalanced": layouts.token_lists,
     "FlexDecode": layouts.flex_lists,
+    "FlashMLA": layouts.flash_mla_lists,
 }
-UNUSED: Final = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "kv_last_page_len", "num_kv_splits")
+UNUSED: Final = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "kv_last_page_len", "num_kv_splits", "num_splits")
 """Slots that a declaration may drop, and keep the kernel for the others."""
 BLOCK: Final = 8
 """Items that a program writes at a time, fewer than a request has."""
@@ -45,7 +46,10 @@ def device(request: pytest.FixtureRequest) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, KERNEL, module)
         patch.setattr(module, "BLOCK", BLOCK)
-        patch.setattr(language, "sum", lambda one: language.reduce(one, 0, language.standard._sum_combine))
+        standard = language.standard
+        patch.setattr(language, "sum", lambda one: language.reduce(one, 0, standard._sum_combine))
+        patch.setattr(language, "max", lambda one: language.reduce(one, 0, standard._elementwise_max))
+        patch.setattr(language, "cumsum", lambda one: language.associative_scan(one, 0, standard._sum_combine))
         yield torch.device("cpu")
 
 
@@ -68,7 +72,7 @@ def test_the_kernel_writes_what_the_functions_return(
         "extend_seq_lens": torch.randint(0, 7, (rows,), generator=seed, dtype=torch.int32).to(device),
     }
     compute = compute_of(SETS[name])
-    sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page}
+    sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page, attention.SM_PARTS: data.draw(st.integers(1, 20))}
     slots = getattr(attention, name).slotgraph.slots
     dropped = [one for one in UNUSED if one in compute.fills and data.draw(st.booleans())]
     kept = [slot for slot in compute.fills if slot not in dropped]
@@ -109,7 +113,7 @@ def test_lengths_that_are_too_long_are_written_nowhere_else(name: str, device: t
         "split_tile_size": torch.tensor([5], dtype=torch.int32, device=device),
         "extend_seq_lens": torch.ones(rows, dtype=torch.int32, device=device),
     }
-    sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page}
+    sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page, attention.SM_PARTS: 7}
     whole = torch.full((1 << 16,), -7, dtype=torch.int64, device=device)  # all slots lie in it, with room between
     outs, free = {}, torch.ones(1 << 16, dtype=torch.bool, device=device)
     for number, slot in enumerate(compute.fills):
