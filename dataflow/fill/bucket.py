@@ -604,7 +604,7 @@ def hand_over(bucket: Bucket, batch: Any, live: Live, side: Side = NO_SIDE) -> V
     views = {**bucket.at(live).shown()}
     for name, source in given.items():
         slot = bucket.declaration.slots[name]
-        views[name] = source.to(views[name].dtype, copy=slot.rewritten or slot.restored)
+        views[name] = source.to(bucket.buffers[name].tensor.dtype, copy=slot.rewritten or slot.restored)
     step = bucket.step(live)
     with torch.no_grad():
         for _, computation in bucket.computations(views):
