@@ -138,7 +138,8 @@ class CompiledFunctions:
 
     Attributes:
         floats: Whether functions that make floating-point numbers are compiled, too.
-        how: By slot, `AS_ONE`, `OWN_KERNEL`, or why its function runs as written.
+        how: By slot, `AS_ONE`, with what was wrong with a kernel of its own, `OWN_KERNEL`, or why its function runs as
+            written.
     """
 
     floats: bool = False
@@ -174,7 +175,7 @@ class CompiledFunctions:
     def _kind(self, one: Computation) -> tuple[str, ...]:
         """Return what functions that run by one call have in common. Empty for a function that runs as written."""
         how = self.how[one.slot]
-        return (AS_ONE,) if how == AS_ONE else one.compute.fills if how == OWN_KERNEL else ()
+        return (AS_ONE,) if how.startswith(AS_ONE) else one.compute.fills if how == OWN_KERNEL else ()
 
     def _compile(self, group: Computations) -> Callable[[], None] | None:
         """Return what runs a group compiled, or by its own kernel, or None if that fails or makes other bytes."""
@@ -193,10 +194,11 @@ class CompiledFunctions:
             if other is None or (self.floats and not is_own):
                 return run
             why = f"{what} gives {other!r} other values"
-        self.how.update({one.slot: why for one in group})
         for one, value in zip(group, expected, strict=True):
             one.target.copy_(value)
-        return None
+        is_compiled_instead = is_own and self._why_not(group) is None
+        self.how.update({one.slot: f"{AS_ONE}, since {why}" if is_compiled_instead else why for one in group})
+        return self._compile(group) if is_compiled_instead else None
 
     def _as_one(self, group: Computations) -> Callable[[], None]:
         """Return a call that runs a group compiled as one. It has run once, since torch compiles in the first run."""
