@@ -75,6 +75,12 @@ def _sizes_alike(present: Sequence[tuple[Any, Rows]]) -> list[SizesAlike]:
     return [*found.values()]
 
 
+def is_strided(source: Any) -> bool:
+    """Return whether a source is a tensor with gaps, or whose dims lie in another order."""
+    is_plain = isinstance(source, torch.Tensor) and source.layout is torch.strided and not source.is_nested
+    return is_plain and not source.is_contiguous()
+
+
 class SourceKinds:
     """The kind of each source of a batch: its type, dtype, device and layout. Sizes along axes are free.
 
@@ -230,7 +236,7 @@ class KindTable:
 
     Attributes:
         names: The slots that batches have sources for.
-        gather: Reads all of these from a batch, in their order.
+        gather: Reads all of these from a batch, in their order, as `plain` has them.
         rows: The rows of each slot.
         known: The kinds seen before, the latest first.
     """
@@ -252,7 +258,9 @@ class KindTable:
         for place, rows in enumerate(self._rows):
             if rows.ragged:
                 self._ragged.append((place, declaration.slots[self.names[place]], rows.shape[1](())))
-        self.gather: Callable[[Any, Side], Sources] = self._gather_ragged if self._ragged else self._gather
+        self._strides = dict[int, tuple[int, ...]]()
+        self._uneven = set[int]()  # slots whose strided sources came with several strides, by place
+        self.gather: Callable[[Any, Side], Sources] = self._gather_plain if self._ragged else self._gather
         self._sizer = sizer
         self.known = list[SourceKinds]()
 
@@ -267,18 +275,29 @@ class KindTable:
 
     def add(self, sources: Sources) -> SourceKinds:
         """Add the kinds of a batch that was admitted."""
+        for place, source in enumerate(sources):
+            if is_strided(source) and self._strides.setdefault(place, source.stride()) != source.stride():
+                self._uneven.add(place)
+                self.gather = self._gather_plain
         kinds = SourceKinds(sources, self.names, self._rows, self._sizer)
         self.known[:] = [kinds, *self.known[: KINDS - 1]]
         return kinds
 
-    def _gather_ragged(self, batch: Any, side: Side) -> Sources:
+    def _gather_plain(self, batch: Any, side: Side) -> Sources:
         return self.plain(self._gather(batch, side))
 
     def plain(self, sources: Sources) -> Sources:
-        """Replace jagged nested tensors in host memory by `Ragged`, and ragged rows on a device by tables there."""
+        """Return sources as plans take them.
+
+        Jagged nested tensors in host memory become `Ragged`, and ragged rows on a device tables there. A plan belongs
+        to strides, so that a source whose strides differ from batch to batch is made contiguous.
+        """
         made = [*sources]
         for place, slot, columns in self._ragged:
             made[place] = plain_rows(slot, made[place], columns)
+        for place in self._uneven:
+            if is_strided(made[place]):
+                made[place] = made[place].contiguous()
         return tuple(made)
 
     def forget(self) -> None:
