@@ -133,7 +133,7 @@ class SourceKinds:
         self._ranks = [(number, len(rows[place].shape)) for number, place in enumerate(present) if place in others]
         self._readers = [_reader(like[place], rows[place]) for place in present] if others else None
         self._sizes = _sizes_alike([(like[place], rows[place]) for place in present])
-        self._lines = () if sizer is None else sizer.lines
+        self._lines = None if sizer is None else sizer.lines
         # by independent axis, the source that determines its rows, and how; None if none does, so that there are none
         self._gauges = list[tuple[int, Gauge] | None]()
         numbers = {names[place]: number for number, place in enumerate(present)}
@@ -202,8 +202,10 @@ class SourceKinds:
         return shapes
 
     def _read(self, shapes: Sequence[Sequence[int]]) -> Live | None:
-        """Read live sizes from shapes."""
+        """Read live sizes from shapes. Return None if callers give them, or if they do not follow from the shapes."""
         rows = list[int]()
+        if self._lines is None:
+            return None
         for found in self._gauges:
             if found is None:
                 rows.append(0)
