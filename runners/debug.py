@@ -58,7 +58,8 @@ class Prover(Watcher):
         """
         if runner.graphs is None:
             raise ConfigError(f"debug mode {mode} checks graphs, and this {runner.name} has none")
-        self.trial, self.off = Trial(runner, runner.graphs), False
+        self.trial = Trial(runner, runner.graphs)
+        self.off = False
         self._mode = mode
         self._look = look
         self._copies = copies
@@ -96,10 +97,12 @@ class Prover(Watcher):
                 state = self._found[id(graph)] = state or found
             state.check_room(self._copies)
         except CheckError as error:
-            self.off, state = True, None
+            self.off = True
+            state = None
             log.warning("debug_off", runner=self.trial.runner.name, mode=self._mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may fail under watch although its graph is right
-            state, reason = None, error_text(error)
+            state = None
+            reason = error_text(error)
             if reason not in self._skipped:
                 self._skipped.add(reason)
                 log.warning("debug_skipped", runner=self.trial.runner.name, mode=self._mode, reason=reason)
@@ -134,9 +137,12 @@ class AddressProver(Prover):
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
         """Yield faults of tails in memory that only the runner may write."""
-        capabilities, step = self.trial.backend.capabilities, info_of(view).step
+        capabilities = self.trial.backend.capabilities
+        step = info_of(view).step
         for buffer in self.trial.buffers:
-            slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()
+            slot = buffer.slot
+            tensor = vars(view)[buffer.name]
+            rule = buffer.slot.rule()
             is_own = buffer.adopted and not (buffer.foreign or slot.rewritten) and self.trial.is_filled(buffer.name)
             if tensor is None or not is_own or not isinstance(rule, Pad):
                 continue

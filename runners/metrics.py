@@ -99,7 +99,10 @@ def _metrics(statistics: Mapping[str, Statistics]) -> "Iterable[Metric]":
 
 def _samples(stats: Statistics) -> Iterator[tuple[Any, ...]]:
     """Yield the name of each metric, the values of its labels, and its numbers, also if the count is zero."""
-    path, fills, capture, ranks = next(iter(stats["steps"])), stats["fills"], stats["capture"], stats["ranks"]
+    path = next(iter(stats["steps"]))
+    fills = stats["fills"]
+    capture = stats["capture"]
+    ranks = stats["ranks"]
     ways: dict[tuple[str, str, str], tuple[Any, Any]] = {}  # counts, and times of fills
     for bucket in sorted({*capture["buckets"], *stats["buckets"]}):
         times = fills["buckets"].get(bucket, Counts().times())

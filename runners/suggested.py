@@ -127,7 +127,8 @@ def _tensor(value: Any) -> torch.Tensor | None:
 
 def _axes(samples: Sequence[SampledSlot]) -> dict[tuple[str, DimSizes], str]:
     """Find, by slot and sizes, the axis of each dim whose size varies, or its expression over another axis."""
-    found, named = dict[tuple[str, DimSizes], str](), dict[str, DimSizes]()
+    found = dict[tuple[str, DimSizes], str]()
+    named = dict[str, DimSizes]()
     varying = [
         (one, dim, sizes) for one in samples for dim, sizes in enumerate(one.sizes()) if len({*sizes} - {None}) > 1
     ]

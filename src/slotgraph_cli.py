@@ -229,7 +229,8 @@ def bench(
       slotgraph bench --format html --output figures.html
     """
     if data:
-        form, output = "json", data
+        form = "json"
+        output = data
     del data
     _do("bench", locals())
 

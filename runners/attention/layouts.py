@@ -117,7 +117,8 @@ def part_starts(cost_offsets: Tensor, page_table: Tensor, parts: int) -> Tensor:
     ends = torch.minimum(reach - unused, cost_offsets[-1:])
     starts = places[:1]
     while starts.shape[0] <= parts:
-        starts, ends = torch.cat([starts, ends[starts]]), ends[ends]
+        starts = torch.cat([starts, ends[starts]])
+        ends = ends[ends]
     return starts[: parts + 1]
 
 
@@ -285,7 +286,8 @@ def _flex_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **pages: Tensor) -
 @fills("full_kv_num_blocks", "kv_num_blocks", "kv_indices", kernel=_flex_kernel)
 def flex_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor) -> tuple[Tensor, ...]:
     """Return how many pages are full, whether the last one is not, and the pages with that one before all others."""
-    full, part = (seq_lens // page_size).to(int32), (seq_lens % page_size > 0).to(int32)
+    full = (seq_lens // page_size).to(int32)
+    part = (seq_lens % page_size > 0).to(int32)
     front = (full * part)[:, None]
     columns = torch.arange(page_table.shape[1], device=page_table.device)
     order = torch.where(columns == 0, front, columns - (columns <= front).long())

@@ -150,7 +150,8 @@ def launch(
     rows = seq_lens.shape[0]
     strides = (0, 0) if page_table is None else page_table.stride()
     columns = 0 if page_table is None else page_table.shape[1]
-    tokens, tiles = lists.get("tokens"), lists.get("tiles")
+    tokens = lists.get("tokens")
+    tiles = lists.get("tiles")
     items = max(1, columns) if tokens is None else tokens.shape[0] // rows
     width = 0 if tiles is None else tiles.shape[0] // rows
     write_lists[rows, triton.cdiv(items, 2 * BLOCK)](
@@ -243,7 +244,8 @@ def launch_schedule(
     num_splits: Tensor | None = None,
 ) -> None:
     """Launch the kernel of FlashMLA's schedule. overhead: What beginning with a request costs, in blocks."""
-    rows, parts = seq_lens.shape[0], tile_scheduler_metadata.shape[0]
+    rows = seq_lens.shape[0]
+    parts = tile_scheduler_metadata.shape[0]
     write_schedule[(1,)](
         seq_lens, page_size, rows, parts, cost_offsets, part_offsets, tile_scheduler_metadata, num_splits,
         OVERHEAD=overhead, ROWS=triton.next_power_of_2(rows), PARTS=triton.next_power_of_2(parts), num_warps=1,

@@ -69,7 +69,8 @@ def balanced_counts(
 ) -> None:
     """Write into how many parts each token's keys are split, by all lengths and by how much the device can run."""
     lens = seq_lens.clamp(min=1)
-    longest, shortest = lens.amax(), lens.amin()
+    longest = lens.amax()
+    shortest = lens.amin()
     shortest = torch.where(longest * 8 < shortest * 10, longest, shortest)
     runs = (multiprocessors * (longest / 64).log2().clamp(min=1)).to(int32)
     by_length = layouts.divided_up(longest, shortest).minimum(most_splits)
@@ -125,7 +126,8 @@ class SparseIndexerPrefill(FlashAttentionPrefill):
 
 def logits_schedule(token_seq_lens: Tensor, out: Tensor) -> None:
     """Write the query token and the split at which each multiprocessor begins, and behind them the end."""
-    starts, parts = layouts.offsets(layouts.divided_up(token_seq_lens, SPLIT_KEYS)), out.shape[0] - 1
+    starts = layouts.offsets(layouts.divided_up(token_seq_lens, SPLIT_KEYS))
+    parts = out.shape[0] - 1
     numbers = torch.arange(parts + 1, dtype=int32, device=out.device)
     work = numbers * (starts[-1] // parts) + (numbers - parts + starts[-1] % parts).clamp(min=0)
     out.copy_(torch.stack(layouts.located(starts, work), 1))

@@ -144,7 +144,8 @@ def check(
     if isinstance(runner, ModeRunner):
         return _check_modes(**locals())
     checked("runner", "a runner", runner, Runner)
-    start, graphs, stage = time.perf_counter(), runner.graphs, runner.stage
+    start = time.perf_counter()
+    graphs = runner.graphs
     wanted = _chosen(runner, {only} if isinstance(only, str) else only)
     checked("rounds", "a whole number, at least 1", rounds, int, 1)
     if graphs is None:
@@ -152,15 +153,14 @@ def check(
         return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
     if graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
-    stage.declaration.check_names("read_outside", read_outside)
+    runner.stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    signed = signed_slots(stage.declaration, values) if batches is None else None
+    signed = signed_slots(runner.stage.declaration, values) if batches is None else None
     trial = Trial(runner, graphs, seed=seed, read_outside=read_outside, random=random, signed=signed)
-    given, shown = stage.state if state is None else state, progress and trial.ranks.rank == 0
     with unwatched(runner.watch), trial.state.kept():
         draw_on(trial.backend)  # otherwise a step that draws on the host would repeat the numbers of its capture
         try:
-            report = trial.ranks.run(lambda: _checked(trial, wanted, makers, given, shown=shown))
+            report = trial.ranks.run(lambda: _checked(trial, wanted, makers, state, progress=progress))
         finally:
             trial.buffers.distrust()
     return attrs.evolve(report, seconds=time.perf_counter() - start)
@@ -168,8 +168,12 @@ def check(
 
 def _check_modes(runner: ModeRunner[Any, Any], batches: Batches | None, **options: Any) -> CheckReport:
     """Check each mode, with the given batches that take it, and join the reports."""
-    start, samples = time.perf_counter(), [] if batches is None or callable(batches) else [*map(_sample, batches)]
-    found, notes, steps, times = list[Finding](), list[str](), collections.Counter[str](), 0
+    start = time.perf_counter()
+    samples = [] if batches is None or callable(batches) else [*map(_sample, batches)]
+    found = list[Finding]()
+    notes = list[str]()
+    steps = collections.Counter[str]()
+    times = 0
     for mode, one in runner.modes.items():
         own = [(each.batch, each.side) for each in samples if runner.decide(each.batch, **each.side).mode == mode]
         if samples and not own:
@@ -182,7 +186,8 @@ def _check_modes(runner: ModeRunner[Any, Any], batches: Batches | None, **option
         times += 1
     unread = collections.Counter(one.slot for one in found if one.check == "coverage")
     findings = tuple(one for one in found if one.check != "coverage" or unread[one.slot] == times)  # no mode reads it
-    name, seconds = type(runner).__name__, time.perf_counter() - start
+    name = type(runner).__name__
+    seconds = time.perf_counter() - start
     return CheckReport(runner=name, findings=findings, steps=steps, notes=tuple(notes), seconds=seconds)
 
 
@@ -191,7 +196,8 @@ def _chosen(runner: Runner[Any], only: Collection[str]) -> list[str]:
 
     Raise ConfigError for any other name.
     """
-    known, reason = list(CHECKS), ""
+    known = list(CHECKS)
+    reason = ""
     if not isinstance(runner, DecodeRunner):
         reason = f"a {runner.name} has no steps() in which slots advance"
     elif not runner.stage.declaration.rules:
@@ -217,11 +223,13 @@ def batches_of(
         if not given:
             raise ConfigError("batches= is empty: pass batches, or a function of rows and a generator, or leave it out")
         return given
-    stage, axes = runner.stage, runner.axes
+    stage = runner.stage
+    axes = runner.axes
 
     def made(number: int, bucket: BucketKey, rows: tuple[int, ...], absent: Absent, frozen: Values) -> Sample:
         """Make a batch of these sizes for a bucket and a variant, by the caller's function or at random."""
-        generator, live = torch.Generator().manual_seed(seed + number), dict(zip(axes, rows, strict=True))
+        generator = torch.Generator().manual_seed(seed + number)
+        live = dict(zip(axes, rows, strict=True))
         if batches is not None:
             return _sample(batches(rows[0] if len(axes) == 1 else rows, generator))
         for axis, size in runner.sizes[bucket].items():
@@ -234,7 +242,8 @@ def batches_of(
         given = stage.declaration, stage.backend.capabilities, live, generator
         return sample_batch(*given, absent=absent, values={**frozen, **values}, device=stage.backend.device)
 
-    plans, generator = list[tuple[BucketKey, tuple[int, ...], Absent, Values]](), torch.Generator().manual_seed(seed)
+    plans = list[tuple[BucketKey, tuple[int, ...], Absent, Values]]()
+    generator = torch.Generator().manual_seed(seed)
     patterns = sorted(runner.patterns, key=sorted) if batches is None else [frozenset[str]()]
     variants = frozen_by(runner.variants if batches is None else ()).values()
     ladders = [*zip(*map(sizes_of, runner.sizes), strict=True)]
@@ -259,11 +268,16 @@ def _sample(made: Any) -> Sample:
 
 
 def _checked(
-    trial: Trial, wanted: Sequence[str], makers: Makers, state: Iterable[torch.Tensor] | None, *, shown: bool
+    trial: Trial, wanted: Sequence[str], makers: Makers, state: Iterable[torch.Tensor] | None, *, progress: bool
 ) -> CheckReport:
-    """Find the state, and run the checks on the batches that a graph takes. shown: Whether to show a progress bar."""
-    runner, ranks, taken = trial.runner, trial.ranks, list[Callable[[], Sample]]()
-    decisions, firsts = list[Decision](), dict[Absent, Callable[[], Sample]]()
+    """Find the state, and run the checks on the batches that a graph takes. progress: Show a bar, on the first rank."""
+    runner = trial.runner
+    ranks = trial.ranks
+    shown = progress and ranks.rank == 0
+    state = runner.stage.state if state is None else state
+    taken = list[Callable[[], Sample]]()
+    decisions = list[Decision]()
+    firsts = dict[Absent, Callable[[], Sample]]()
     for make in progress_over(makers, lambda _: "looking at batches", show=shown):
         one = make()
         decisions.append(runner.decide(one.batch, **one.side))
@@ -294,7 +308,8 @@ def _checked(
 
 def _findings(trial: Trial, wanted: Sequence[str], makers: Makers, *, shown: bool) -> Iterator[Finding]:
     """Run the checks one by one, until the device fails. Report each slot and each output once per check."""
-    slots, every = [None, *trial.slots], [(name, make) for name in wanted for make in makers]
+    slots = [None, *trial.slots]
+    every = [(name, make) for name in wanted for make in makers]
     turns = progress_over(every, lambda turn: f"checking {turn[0]}", show=shown)  # one progress bar for all checks
     with contextlib.closing(turns):
         for name in wanted:

@@ -21,7 +21,8 @@ Faults = Iterator[tuple[str | None, str]]
 
 def chunk_faults(trial: Trial, one: Sample) -> Faults:
     """Run chunks of steps from a batch, and as many single steps, and compare outputs, slots and state."""
-    chunks, state = trial.graphs.chunks, trial.state
+    chunks = trial.graphs.chunks
+    state = trial.state
     for count in chunks.counts if chunks is not None else ():
         with state.kept():
             single = _run(trial, one, count, 1)
@@ -59,9 +60,11 @@ def _run(trial: Trial, one: Sample, count: int, chunk: int) -> Leaves:
 
 def ended_faults(trial: Trial) -> Faults:
     """Find slots by which requests that are done decide where the filled step writes state."""
-    declaration, tails = trial.declaration, dict[str, torch.Tensor]()
+    declaration = trial.declaration
+    tails = dict[str, torch.Tensor]()
     for name, filled in trial.filled.items() if declaration.done else ():
-        slot, rule = trial.slots[name], trial.slots[name].rule()
+        slot = trial.slots[name]
+        rule = trial.slots[name].rule()
         is_reset = slot.placement == DEVICE and slot.writers & {"batch", "producer"} and isinstance(rule, Pad)
         has_rows = rows_of_requests(slot, trial.step.padded_sizes) is not None
         if has_rows and isinstance(rule, Pad | Once) and not is_reset and trial.is_filled(name):
@@ -89,10 +92,12 @@ def _written(trial: Trial, put: Tensors) -> CopiedPieces | None:
 def reserved_faults(trial: Trial) -> Faults:
     """Find ragged slots whose rows the filled step uses beyond what their `ragged=` says that it needs."""
     for name, slot in trial.slots.items():
-        length, pad = slot.ragged, slot.pad
+        length = slot.ragged
+        pad = slot.pad
         if name not in trial.filled or not (isinstance(length, Compute) and isinstance(pad, Pad)):
             continue
-        used, unused = trial.filled[name].clone(), trial.filled[name].clone()
+        used = trial.filled[name].clone()
+        unused = trial.filled[name].clone()
         number = resolve_value(pad.value, trial.backend.capabilities, trial.step.padded_sizes)
         beyond = _beyond(trial, length, used)
         live_part(slot, used, trial.step)[beyond] = used.max()

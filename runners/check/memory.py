@@ -58,7 +58,8 @@ def check_moves(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
 
 def readers(trial: Trial, changes: Sequence[Change]) -> dict[str, Finding]:
     """Return a finding for each tensor that has moved and that the step reads, by its name."""
-    found, places = dict[str, Finding](), {holding.name: span(now) for holding, now in changes}
+    found = dict[str, Finding]()
+    places = {holding.name: span(now) for holding, now in changes}
     readings = users(trial, places, in_breaks=False)  # breaks run anew in each step, and read current addresses
     for holding, _ in changes:
         if holding.name in readings:
@@ -110,7 +111,8 @@ def users(trial: Trial, places: Mapping[str, Span], *, in_breaks: bool = True) -
 
 def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run each batch over two kinds of garbage, and find slots that nothing writes or no operator reads."""
-    is_unwritten, present = False, set[str]()
+    is_unwritten = False
+    present = set[str]()
     read = {*trial.read_outside, *(need for slot in trial.slots.values() for need in slot.needs)}
     read.update(name for name in trial.slots if name.startswith(LIVE_ROWS))  # tails of computed slots depend on these
     for number, one in enumerate(batches):
@@ -147,7 +149,8 @@ def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]
 
 def _unwritten(trial: Trial, number: int) -> Iterator[Finding]:
     """Find outputs, and slots of functions on the device, that a step leaves unwritten over two kinds of garbage."""
-    names, pair = [name for name in trial.filled if not trial.is_filled(name)], list[Tensors]()
+    names = [name for name in trial.filled if not trial.is_filled(name)]
+    pair = list[Tensors]()
     readers = _readers_in_chunks(trial)
     for flipped in (False, True):
         generator = torch.Generator().manual_seed(trial.seed + number)
@@ -159,7 +162,8 @@ def _unwritten(trial: Trial, number: int) -> Iterator[Finding]:
             return
         pair.append(held)
     for name in (*names, *readers):
-        slot, (one, other) = trial.slots[name], (held[name] for held in pair)
+        slot = trial.slots[name]
+        one, other = (held[name] for held in pair)
         what = f"slot {name!r} is not written by its function"
         must = "a function that takes `out` must fill all of it, padded rows too"
         if slot.writers == BY_STEP:
@@ -188,7 +192,8 @@ def _reads_garbage(trial: Trial, put: Tensors) -> Iterator[Finding]:
 
 def _readers_in_chunks(trial: Trial) -> dict[str, str]:
     """Return slots that producers write, each with a slot whose rule reads it, if a launch has several steps."""
-    rules, found = trial.declaration.rules.items() if trial.graphs.chunks is not None else (), dict[str, str]()
+    rules = trial.declaration.rules.items() if trial.graphs.chunks is not None else ()
+    found = dict[str, str]()
     for reader, rule in rules:
         for need in rule.needs:
             slot = trial.slots.get(need)
@@ -210,14 +215,16 @@ def check_races(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     except RecordingError as error:
         trial.notes[f"races were left out: {error}"] = None
         return
-    alone, flight = _calls(trial, wanted, flight=False), _calls(trial, given, flight=True)
+    alone = _calls(trial, wanted, flight=False)
+    flight = _calls(trial, given, flight=True)
     for number, (one, other) in enumerate(zip(alone, flight, strict=True)):
         output, slot = (
             next(mismatches(*both, names=("alone", "in flight")), None) for both in zip(one, other, strict=True)
         )
         if output is None:
             continue
-        name, why = None, "no slot explains it: it came through an upload, an output, or other memory"
+        name = None
+        why = "no slot explains it: it came through an upload, an output, or other memory"
         if slot is not None:
             name = slot.slot
             why = f"{slot}: the fill read its source, or what carries it to the device, after that was overwritten"
@@ -246,7 +253,8 @@ def _calls(trial: Trial, batches: Sequence[Sample], *, flight: bool) -> list[tup
 
     In flight, sources are overwritten after each call.
     """
-    backend, runs = trial.backend, []
+    backend = trial.backend
+    runs = []
     with trial.state.kept(), trial.slots_kept():
         if flight and backend.device.type != "cpu":
             occupier(backend)(30_000)  # work of some microseconds, so that the host runs ahead of the device
@@ -267,7 +275,8 @@ def _calls(trial: Trial, batches: Sequence[Sample], *, flight: bool) -> list[tup
 
 def _call(trial: Trial, one: Sample) -> tuple[Tensors, Tensors]:
     """Run a step, and return copies of its outputs and of its copied slots on the device."""
-    live, held = trial.runner.size(one.batch, one.side), dict[str, torch.Tensor]()
+    live = trial.runner.size(one.batch, one.side)
+    held = dict[str, torch.Tensor]()
     sizes = {**trial.runner.stage.sizes, **dict(zip(trial.declaration.varying, live, strict=False))}
     outputs = copies(trial.runner(one.batch, **one.side), "output")
     for name, source in trial.sources(one).items():

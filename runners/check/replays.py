@@ -52,7 +52,8 @@ PoisonPair = tuple[tuple[Number, ...], tuple[Number, ...]]
 
 def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
     """Fill and replay each batch with poison in its tails, except in slots that were already reported."""
-    guilty, drawn = set[str | None](), list[Finding]()
+    guilty = set[str | None]()
+    drawn = list[Finding]()
     for number, one in enumerate(batches):
         found = _fill_faults(trial, one, number)
         guilty.update(finding.slot for finding in found)
@@ -77,7 +78,8 @@ def check_poison(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
 
 def _fill_faults(trial: Trial, one: Sample, number: int) -> list[Finding]:
     """Find slots that are wrong after a fill, over the memory that a step left (it may write tails) or over garbage."""
-    buffers, seed = trial.buffers, trial.seed + number
+    buffers = trial.buffers
+    seed = trial.seed + number
     with trial.state.kept():
         trial.runner(one.batch, **one.side)
     found = [*_compared(trial, one, [cloned(buffers)])]
@@ -143,7 +145,10 @@ def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capa
 
     Return None if the tail may have only its rule's value.
     """
-    rule, poison, sizes, values = slot.rule(), slot.poison, step.padded_sizes, tuple[Number, ...]()
+    rule = slot.rule()
+    poison = slot.poison
+    sizes = step.padded_sizes
+    values = tuple[Number, ...]()
     first, second = _extremes(filled.dtype)
     if slot.writers == BY_STEP:  # nothing reads this memory
         return first, second
@@ -187,7 +192,8 @@ def other_tails(trial: Trial, choice: int, generator: torch.Generator, spared: C
     """Make copies of slots with poison in their tails, or in all of an output, where that changes anything."""
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
-        slot, tensor = trial.slots[name], filled.clone()
+        slot = trial.slots[name]
+        tensor = filled.clone()
         poison = None if name in spared else _poison_in(trial, name)
         if poison is None:
             continue
@@ -243,7 +249,8 @@ def _may_index(trial: Trial, name: str) -> bool:
 
 def _live(trial: Trial, outputs: Any) -> Tensors:
     """Return the live rows of outputs. Their sizes show whether the step returned padded rows, too."""
-    found, step = copies(outputs, "output"), trial.step
+    found = copies(outputs, "output")
+    step = trial.step
     for name, tensor in found.items() if not trial.runner.cuts else ():
         for axis in (BATCH, TOKENS):  # if several axes fit, the last one counts
             if tensor.dim() and tensor.shape[0] == step.padded_sizes.get(axis):
@@ -256,7 +263,8 @@ def _effect(trial: Trial, poison: Tensors = NOTHING, draws: int = 0) -> tuple[st
 
     Return None on all ranks if nothing changes.
     """
-    found, change = trial.run(lambda outputs: _live(trial, outputs), poison, draws=draws), ""
+    found = trial.run(lambda outputs: _live(trial, outputs), poison, draws=draws)
+    change = ""
     if trial.error is not None:
         change = f"the step raised {error_text(trial.error)}"
     elif found is not None and (apart := next(mismatches(trial.usual, found), None)):
@@ -270,7 +278,8 @@ def _effect(trial: Trial, poison: Tensors = NOTHING, draws: int = 0) -> tuple[st
 
 def _blamed(trial: Trial, poison: Tensors, change: str, is_own: bool) -> list[Finding]:  # noqa: FBT001 - as found
     """Return this rank's findings: the slots that cause the change alone, else the smallest set that does together."""
-    found, is_alone = list[Finding](), False
+    found = list[Finding]()
+    is_alone = False
     names = [name for name in trial.slots if trial.any(name in poison)]
     if not names:
         message = (
@@ -287,7 +296,8 @@ def _blamed(trial: Trial, poison: Tensors, change: str, is_own: bool) -> list[Fi
         effect = _effect(trial, _of(poison, [name]))
         if effect is None:
             continue
-        is_alone, (alone, is_own) = True, effect
+        is_alone = True
+        alone, is_own = effect
         # ranks report their own changes; if no rank has one, all ranks with poison report
         is_seen = trial.any(is_own and name in poison)
         if name in poison and (is_own or not is_seen):
@@ -308,8 +318,10 @@ def _of(poison: Tensors, names: Collection[str]) -> Tensors:
 
 def _place(trial: Trial, name: str, now: torch.Tensor) -> str:
     """Describe the poison in a slot's tail, and what to do."""
-    slot, before = trial.slots[name], trial.filled[name]
-    rule, place = slot.rule(), f"the tail of slot {name!r}"
+    slot = trial.slots[name]
+    before = trial.filled[name]
+    rule = slot.rule()
+    place = f"the tail of slot {name!r}"
     if slot.writers == BY_STEP:
         place = f"output slot {name!r}"
         rest = " before the step: it must write every live row that it returns, and add to none"
@@ -326,7 +338,8 @@ def _place(trial: Trial, name: str, now: torch.Tensor) -> str:
 
 def _drawn_numbers(trial: Trial) -> list[Finding]:
     """Find random numbers of the step, if live rows depend on them."""
-    effect, operators = _effect(trial, draws=1), _drawing(trial)
+    effect = _effect(trial, draws=1)
+    operators = _drawing(trial)
     for draws in range(2, DRAWS if trial.any(operators) else 0):  # with few rows, two draws may give the same mask
         effect = effect or _effect(trial, draws=draws)
     if effect is None or not effect[1]:
@@ -341,7 +354,8 @@ def _drawn_numbers(trial: Trial) -> list[Finding]:
 
 def _drawing(trial: Trial) -> list[str]:
     """Return the operators of the step that draw random numbers, each with its line."""
-    device, found = trial.backend.device, list[str]()
+    device = trial.backend.device
+    found = list[str]()
 
     def generators() -> list[bytes]:
         states = [torch.get_rng_state()]

@@ -51,8 +51,11 @@ def _faults(trial: Trial, one: Sample) -> Iterator[Finding]:
     """Find faults of the rules on one batch, or of the kernels and graphs that run them."""
     trial.fill(one)
     runner: Any = trial.runner  # only a DecodeRunner has `steps`
-    declaration, record, step = trial.declaration, trial.backend.capabilities, trial.step
-    right, when = cloned(trial.buffers), "on initial values, as captures run it"
+    declaration = trial.declaration
+    record = trial.backend.capabilities
+    step = trial.step
+    right = cloned(trial.buffers)
+    when = "on initial values, as captures run it"
     try:
         with at_rest(right, record):
             rows = advance_slot_by_slot(declaration, right, record, step)
@@ -95,7 +98,8 @@ def _edited(trial: Trial, last: Any, rows: Tensors, step: Step) -> tuple[Tensors
     Return the rows of the others, and the sizes of the step.
     """
     runner: Any = trial.runner
-    requests, made = len(last.keys), dict(rows)
+    requests = len(last.keys)
+    made = dict(rows)
     stay = [max(requests - 2, 0), *range(1, requests - 2)]
     bucket = runner.buckets.fit(len(stay))
     if trial.graphs.has(bucket, runner.stage.absent_in(trial.view), tuple(trial.frozen.values())):
@@ -115,7 +119,8 @@ def _edited(trial: Trial, last: Any, rows: Tensors, step: Step) -> tuple[Tensors
 def _leave_stale_rows(trial: Trial, step: Step) -> None:
     """Copy live rows into the rows that a fill does not write, as a fuller batch would leave them."""
     for name in trial.declaration.sources:
-        slot, tensor = trial.slots[name], trial.buffers[name].tensor
+        slot = trial.slots[name]
+        tensor = trial.buffers[name].tensor
         for dim in slot.varying if not isinstance(slot.rule(), Once) else ():
             live = slot.shape[dim].at(step.live_sizes)
             if live:
@@ -125,7 +130,10 @@ def _leave_stale_rows(trial: Trial, step: Step) -> None:
 
 def _bucket_faults(trial: Trial) -> Iterator[Finding]:
     """Find rules whose live rows depend on the bucket, or on padded rows whose values no rule defines."""
-    declaration, record, sizes, step = trial.declaration, trial.backend.capabilities, trial.runner.sizes, trial.step
+    declaration = trial.declaration
+    record = trial.backend.capabilities
+    sizes = trial.runner.sizes
+    step = trial.step
     absent = trial.runner.stage.absent_in(trial.view)
     exact = attrs.evolve(step, padded_sizes=step.live_sizes)
     largest = attrs.evolve(step, padded_sizes={**step.padded_sizes, **sizes[max(sizes)]})
@@ -138,7 +146,8 @@ def _bucket_faults(trial: Trial) -> Iterator[Finding]:
             return {}
         return {name: rows[name] for name in declaration.rules if name not in absent}
 
-    held, negative = cloned(trial.buffers), cloned(trial.buffers)
+    held = cloned(trial.buffers)
+    negative = cloned(trial.buffers)
     on_host, extreme = (cloned(trial.buffers, torch.device("cpu")) for _ in range(2))  # where invalid indices raise
     with torch.no_grad():
         for name in trial.signed or ():

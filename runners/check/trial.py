@@ -169,7 +169,9 @@ class Trial:
 
     def take(self, view: Inputs, one: Sample | None) -> None:
         """Use the step that was filled last, by this trial or by the user."""
-        self.view, self.one, self.lost = view, one, False
+        self.view = view
+        self.one = one
+        self.lost = False
         self.step = info_of(view).step
         given = self.declaration, vars(view), self.step.padded_sizes, self.backend.capabilities
         run_all([*resets(*given)])  # the graph does it again
@@ -302,7 +304,8 @@ def error_text(error: BaseException) -> str:
 @contextlib.contextmanager
 def unwatched(watch: Watch) -> Iterator[None]:
     """Run a block whose steps no watcher sees."""
-    watchers, watch.watchers = watch.watchers, ()
+    watchers = watch.watchers
+    watch.watchers = ()
     try:
         yield
     finally:
@@ -377,9 +380,13 @@ def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Ten
 
 def seen(view: Inputs, outputs: Any) -> Leaves:
     """Copy the results of a run: live rows of copied slots, outputs, output slots and computed slots."""
-    info, copied, written, computed = info_of(view), dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    info = info_of(view)
+    copied = dict[str, Any]()
+    written = dict[str, Any]()
+    computed = dict[str, Any]()
     for name, slot in info.declaration.slots.items():
-        tensor, kind = vars(view)[name], None
+        tensor = vars(view)[name]
+        kind = None
         if slot.writers == BY_STEP:
             kind = written
         elif name in info.declaration.functions:
@@ -412,7 +419,8 @@ def named(
         fields = getattr(value, "_fields", None)
         parts = {f"[{at}]" if fields is None else f".{fields[at]}": inner for at, inner in enumerate(value)}
     elif depth and id(value) not in known and not isinstance(value, Inputs | type | Module):
-        depth, known = depth - 1, known | {id(value)}
+        depth = depth - 1
+        known = known | {id(value)}
         slots: list[str] = copyreg._slotnames(type(value))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
         parts = {f".{name}": getattr(value, name, None) for name in (*slots, *getattr(value, "__dict__", ()))}
     for part, inner in parts.items():
@@ -428,7 +436,8 @@ def mismatches(
 ) -> Iterator[Mismatch]:
     """Yield the first difference of each leaf. step: The sizes of the step if only one of the runs may be padded."""
     for where in dict.fromkeys((*one, *other)):
-        mine, others = one.get(where), other.get(where)
+        mine = one.get(where)
+        others = other.get(where)
         if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor) and _comparable(mine, others, step):
             both = tuple(map(slice, map(min, mine.shape, others.shape)))
             mine, others = mine[both], others[both].to(mine.device)
@@ -461,7 +470,8 @@ def _apart(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tor
     differs = unequal(one, other)
     if differs.any() and (one.is_floating_point() or one.is_complex()):
         wide = torch.complex128 if one.is_complex() else torch.float64
-        mine, others = one.to(wide), other.to(wide)
+        mine = one.to(wide)
+        others = other.to(wide)
         differs &= ~(mine.isnan() & others.isnan())
         near = tolerance.get(one.dtype.to_real())
         if near is not None:

@@ -75,7 +75,8 @@ def check_weights(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
             f"{len(others)} of {len(floats)} tensors that the step holds, such as {others[0].label}, were not "
             "changed: others share their memory, or it cannot be written"
         ] = None
-    sizes, looked = set[object](), set[int]()
+    sizes = set[object]()
+    looked = set[int]()
     is_written = trial.any(changes)
     for one in batches:
         trial.fill(one)
@@ -93,7 +94,9 @@ def check_weights(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]:
 
 def weights_of(trial: Trial) -> list[Piece]:
     """Return the tensors that a step reaches without its view, each once, except slots and tensors of other runners."""
-    step, found, slots = trial.runner.stage.step, dict[object, Piece](), trial.spans()
+    step = trial.runner.stage.step
+    found = dict[object, Piece]()
+    slots = trial.spans()
     for name, leads, tensor in reached(step, (*CLOSED, Runner)):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
         if not is_plain or tensor.is_meta or not tensor.numel() or overlaps(tensor, slots):
@@ -118,7 +121,8 @@ def _is_owned(weight: torch.Tensor, private: Sequence[tuple[int, int]]) -> bool:
 
 def _private_memory() -> list[tuple[int, int]]:
     """Return the address ranges that only this process writes, as far as the system reports them."""
-    maps, private = Path("/proc/self/maps"), list[tuple[int, int]]()
+    maps = Path("/proc/self/maps")
+    private = list[tuple[int, int]]()
     for line in maps.read_text(encoding="utf-8").splitlines() if maps.is_file() else ():
         place, modes, *_ = line.split()
         low, high = (int(end, 16) for end in place.split("-"))
@@ -144,7 +148,8 @@ def _replay_twice(trial: Trial, changes: Sequence[Changes]) -> None:
     def twice() -> Any:
         before = written.copy()
         trial.runner.replay(trial.view)
-        first, before = written.apart(before), written.copy()
+        first = written.apart(before)
+        before = written.copy()
         trial.write(trial.filled)
         trial.runner.replay(trial.view)
         return zip(changes, first, written.apart(before), strict=True)
@@ -156,7 +161,8 @@ def _replay_twice(trial: Trial, changes: Sequence[Changes]) -> None:
 
 def _changed(trial: Trial, changes: Sequence[Changes], *, varied: bool) -> Iterator[Finding]:
     """Find weights that the step changes, and other tensors that it changes and that later steps use."""
-    guilty, loose = list[Piece](), list[Piece]()
+    guilty = list[Piece]()
+    loose = list[Piece]()
     for one in changes:
         if one.piece.kind == "parameter" and one.is_first:
             guilty.append(one.piece)
@@ -224,7 +230,9 @@ def _taken_at_capture(trial: Trial, captured: Captured, steady: Sequence[Piece])
 
 def _frozen(trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
     """Find the weight whose changes the step sees and its graph does not, because it has a value computed from it."""
-    parts, guilty, fault = [list(steady)], list[Piece](), None
+    parts = [list(steady)]
+    guilty = list[Piece]()
+    fault = None
     if trial.any(parity_fault(trial)):  # without a change, the parity check reports it
         return
     while parts:
@@ -241,7 +249,9 @@ def _frozen(trial: Trial, steady: Sequence[Piece]) -> Iterator[Finding]:
                 _change(one.memory, trial.seed)
             found = with_own_casts(lambda: parity_fault(trial))
         if trial.any(found) and not trial.any(trial.error is not None):  # changed weights may cause this error
-            guilty, fault, parts = part, found, halves
+            guilty = part
+            fault = found
+            parts = halves
     if fault is not None:
         names = ", ".join(one.label for one in guilty)
         message = (

@@ -67,7 +67,8 @@ def run(command: Callable[..., Result], form: str, output: pathlib.Path | None, 
     elif form == "mermaid":
         text = mermaid(data if isinstance(data, Explanation) else data.declaration)
     else:
-        width, bold = shutil.get_terminal_size((_WIDE, 0)).columns, functools.partial(typer.style, bold=True)
+        width = shutil.get_terminal_size((_WIDE, 0)).columns
+        bold = functools.partial(typer.style, bold=True)
         text = shown.text(width, bold)
     _write(text, output)
     if not is_well:
@@ -234,9 +235,11 @@ def explain(
                 typer.echo(str(error), err=True)
         found = explain_runner(named)
     else:
-        declared, on = named.slotgraph, choose(backend)
+        declared = named.slotgraph
+        on = choose(backend)
         declared = declared.under(_settings_of(setting)) if setting else declared
-        extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
+        extents = _extents_of(size or (), declared)
+        how = chosen_lowering(on.capabilities, lowering)
         found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
     return found, found, True
 
@@ -317,7 +320,8 @@ def bench(
     quick: bool,
 ) -> Result:
     """Measure a runner, a declaration, or built-in decode steps."""
-    named, options = None, dict[str, Any]()
+    named = None
+    options = dict[str, Any]()
     if target is not None:
         named = find(target, _is_explained, _NEITHER)
         if isinstance(named, Runner):
@@ -358,7 +362,8 @@ def check(
     seed: int,
 ) -> Result:
     """Check a runner. The command fails if something was found."""
-    runner, given = captured(find(target)), _batches(target, batches)
+    runner = captured(find(target))
+    given = _batches(target, batches)
     options: dict[str, Any] = {"only": only or (), "read_outside": read_outside or (), "random": random}
     report = check_runner(runner, given, rounds=rounds, seed=seed, **options)
     return report.as_data(), report, report.ok

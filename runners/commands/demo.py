@@ -67,7 +67,8 @@ def sum_into(sums: torch.Tensor) -> Callable[[Any], torch.Tensor]:
 
 def run_by_hand(backend: Backend) -> list[int]:
     """Run the steps in a handwritten loop, without a tail reset. Return the sums."""
-    sums, view = _zeros(backend, ROWS), types.SimpleNamespace(ids=_zeros(backend, BUCKET), rows=_zeros(backend, BUCKET))
+    sums = _zeros(backend, ROWS)
+    view = types.SimpleNamespace(ids=_zeros(backend, BUCKET), rows=_zeros(backend, BUCKET))
     step = functools.partial(sum_into(sums), view)
     with backend.stream():
         step()  # torch requires a warm-up

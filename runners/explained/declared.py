@@ -157,7 +157,9 @@ def explain_declaration(
 def _slot_facts(declaration: Declaration, name: str, capabilities: Capabilities, padded: Sizes) -> SlotFacts:
     """Describe one slot. padded: The padded size of every axis, or empty without sizes."""
     slot = declaration.slots[name]
-    source, compute, then = slot.reads(name), slot.computes(), slot.advances()
+    source = slot.reads(name)
+    compute = slot.computes()
+    then = slot.advances()
     rule = slot.rule() if slot.varying else None
     starts = "" if slot.starts is None else f", starts as {slot.starts}"
     notes = {
@@ -215,7 +217,8 @@ def mermaid(explanation: Explanation) -> str:
 
     One arrow leads from the whole view into the step, since a declaration does not say which slots the step reads.
     """
-    lines, view = ["flowchart LR"], ['subgraph view["the view, of which the step reads some or all"]']
+    lines = ["flowchart LR"]
+    view = ['subgraph view["the view, of which the step reads some or all"]']
     names = {slot.name for slot in explanation.slots}
 
     def node(name: str) -> str:  # with a prefix, since mermaid fails on slots called `end` or `graph`

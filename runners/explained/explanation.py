@@ -104,7 +104,8 @@ class RunnerExplanation(Explained):
 
     def tables(self) -> Iterator[Table]:
         """Yield a summary, the slots, and the largest bucket's plan without tails, which the slots show."""
-        name, plan = self.declaration.declaration, self.declaration.plan
+        name = self.declaration.declaration
+        plan = self.declaration.plan
         notes = "\n".join(f"{label:9} {text}" for label, text in self.notes())
         yield Table(f"{self.kind} of {name} on {self.backend} ({self.device})", text=notes)
         yield self.declaration.slot_table(f"slots of {name}")
@@ -115,7 +116,8 @@ class RunnerExplanation(Explained):
     def notes(self) -> Iterator[tuple[str, str]]:
         """Yield notes on what costs time or memory, each with a label."""
         yield from self._step_notes()
-        counts, plan = self.statistics, self.declaration.plan
+        counts = self.statistics
+        plan = self.declaration.plan
         for why in dict.fromkeys(one.why for one in self.buckets if one.why):
             yield "no graph", f"buckets {cell([str(one.rows) for one in self.buckets if one.why == why])}: {why}"
         for group in plan.copies if plan else ():
@@ -124,7 +126,8 @@ class RunnerExplanation(Explained):
         functions = counts["capture"]["functions"]
         for how in dict.fromkeys(functions.values()):
             yield "functions", f"{cell([slot for slot, one in functions.items() if one == how])}: {how}"
-        memory, left_out = counts["memory"], ("total", "shared")
+        memory = counts["memory"]
+        left_out = ("total", "shared")
         if memory["total"]:
             kinds = {kind: human_bytes(size) for kind, size in memory.items() if size and kind not in left_out}
             yield "memory", f"{human_bytes(memory['total'])}: {cell(kinds)}"
@@ -139,7 +142,8 @@ class RunnerExplanation(Explained):
             yield "ranks", f"{self.ranks}; last step: {self.agreed.reason if self.agreed else 'none'}"
 
     def _step_notes(self) -> Iterator[tuple[str, str]]:
-        counts, buckets = self.statistics, self.statistics["buckets"]
+        counts = self.statistics
+        buckets = self.statistics["buckets"]
         if buckets:
             live, padded = (sum(one[rows] for one in buckets.values()) for rows in ("live", "padded"))
             worst = sorted(buckets.items(), key=lambda item: item[1]["live"] - item[1]["padded"])[:3]
@@ -174,12 +178,17 @@ def explain(runner: Runner[Any] | ModeRunner[Any, Any]) -> RunnerExplanation | P
         pages = [(mode, explain(one)) for mode, one in runner.modes.items()]
         return Page([attrs.evolve(one, title=f"{mode}: {one.title}") for mode, page in pages for one in page.tables()])
     checked("runner", "a runner", runner, Runner)
-    stage, phase, buffers = runner.stage, runner.phase, runner.eager.buffers
-    declared, capabilities = stage.declaration, stage.backend.capabilities
+    stage = runner.stage
+    phase = runner.phase
+    buffers = runner.eager.buffers
+    declared = stage.declaration
+    capabilities = stage.backend.capabilities
     lowering: LoweringName = "foreach"
-    path, buckets = "eager", tuple[BucketFacts, ...]()
+    path = "eager"
+    buckets = tuple[BucketFacts, ...]()
     if isinstance(runner, CapturingRunner):
-        path, lowering = runner.tally.path, runner.lowering
+        path = runner.tally.path
+        lowering = runner.lowering
         buckets = tuple(_bucket(runner, bucket) for bucket in runner.sizes)
         buffers = runner.graphs.buffers
     sizes = {} if buffers is None else buffers.capacity

@@ -46,7 +46,8 @@ class Agreement(Coordinator):
         self.forced: dict[int, collections.Counter[Why]] = collections.defaultdict(collections.Counter)
         self._ahead: tuple[Decision, Live, Exchange] | None = None  # sent for the next step
         self._progress = _BEGUN
-        self._name, self._parts = f"runner {ranks.runners} ({name})", parts
+        self._name = f"runner {ranks.runners} ({name})"
+        self._parts = parts
         self._call_site = self._loop_site = self._step_site(0)
         self._loop: Loop | None = None  # the loop that is open
         self._within: Loop | None = None  # the loop whose call of the runner is in progress
@@ -121,7 +122,8 @@ class Agreement(Coordinator):
 
     def _send(self, own: Decision, live: Live, *, idle: bool = False) -> Exchange:
         """Send this rank's choice to all ranks."""
-        site, loop = self._site(), 0 if self._within is None else self._within.bit
+        site = self._site()
+        loop = 0 if self._within is None else self._within.bit
         answer, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
         bucket = own.bucket if isinstance(own.bucket, int) else 0  # several axes are for equal ranks alone
         message = Message(site.digest, answer, bucket, _WHYS.index(own.why), idle, live, text)
@@ -131,7 +133,8 @@ class Agreement(Coordinator):
         """Return the exchange that was begun ahead, if any. Raise RankError if it was for another batch."""
         if self._ahead is None:
             return None
-        (agreed, sizes, exchange), self._ahead = self._ahead, None
+        agreed, sizes, exchange = self._ahead
+        self._ahead = None
         if (agreed, sizes) != (own, live):
             exchange()
             present = f"sizes {live} of {', '.join(axis.name for axis in self.axes)}: {own.reason}"
@@ -176,7 +179,9 @@ class Agreement(Coordinator):
         if self._progress == _SENT and isinstance(error, Exception):
             return  # the other ranks raise the same error from the same messages
         if self._progress == _BEGUN and self._ahead is not None:  # the other ranks run this step
-            (*_, exchange), self._ahead, self._progress = self._ahead, None, _SENT
+            *_, exchange = self._ahead
+            self._ahead = None
+            self._progress = _SENT
             exchange()
             self._failed(error)
         elif self._progress == _BEGUN and not self.quiet and isinstance(error, Exception):
@@ -197,7 +202,8 @@ class Agreement(Coordinator):
 
     def _failed(self, error: BaseException) -> None:
         """Notify the other ranks, once, that a step failed. If another rank failed before, add a note to the error."""
-        before, self._progress = self._progress, _FAILED
+        before = self._progress
+        self._progress = _FAILED
         if before == _FAILED or (self._is_reporting and isinstance(error, Exception)):
             return
         site = self._call_site if self._within is None else self._loop_site
@@ -294,7 +300,8 @@ class Agreement(Coordinator):
 
         def run() -> Any:
             outputs = step()
-            event, what = backend.event(), f"{self._name}: a warm-up before a capture"
+            event = backend.event()
+            what = f"{self._name}: a warm-up before a capture"
             self.ranks.wait(event, backend.device, what, self.ranks.capture_timeout, together=False)
             return outputs
 

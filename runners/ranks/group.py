@@ -110,7 +110,8 @@ class Message:
 
     def pack_into(self, memory: Any) -> None:
         """Write the message into a buffer of bytes."""
-        raw, live = self.text.encode(), self.live + (0,) * (AXES - len(self.live))
+        raw = self.text.encode()
+        live = self.live + (0,) * (AXES - len(self.live))
         if len(raw) > _TEXT:
             raw = raw[: _TEXT - 3].decode(errors="ignore").encode() + b"..."
         _LAYOUT.pack_into(memory, 0, self.place, self.answer, self.bucket, self.why, self.idle, *live, raw)
@@ -159,7 +160,8 @@ class SharedWire:
     """Carries one exchange at a time through memory that all ranks of one host share."""
 
     def __init__(self, memory: RankMemory) -> None:
-        self._memory, self._number = memory, 0
+        self._memory = memory
+        self._number = 0
 
     def send(self, message: Message) -> None:
         """Begin an exchange with this rank's message."""
@@ -251,8 +253,10 @@ class Ranks(Unique):
         self.group = checked_group(group)
         self.rank: int = dist.get_rank(self.group)
         self.size: int = dist.get_world_size(self.group)
-        self.equal, self.shards = equal, shards
-        self.timeout, self.capture_timeout = timeout, capture_timeout
+        self.equal = equal
+        self.shards = shards
+        self.timeout = timeout
+        self.capture_timeout = capture_timeout
         self.exchanges = self._waits = 0
         self.broken: str | None = None
         self._stops: list[Message] = []  # steps that this rank aborted and has not reported yet
@@ -300,11 +304,14 @@ class Ranks(Unique):
     def _share(self, connection: "dist.ProcessGroup") -> None:
         """Exchange through shared memory from now on, if all ranks can open the memory of rank 0."""
         memory = RankMemory(self.rank, self.size, _LAYOUT.size)
-        site, path = CallSite("the choice of what carries exchanges"), "" if self.rank else memory.open(connection)
+        site = CallSite("the choice of what carries exchanges")
+        path = "" if self.rank else memory.open(connection)
         first, *_ = self.begin(Message(0, text=path), site, self.capture_timeout)()
         path = path or (first.text and memory.open(connection, first.text))
         if all(one.text for one in self.begin(Message(0, text=path), site, self.capture_timeout)()):
-            self._new_wire, self._free, self.over = functools.partial(SharedWire, memory), [], "shared memory"
+            self._new_wire = functools.partial(SharedWire, memory)
+            self._free = []
+            self.over = "shared memory"
 
     @property
     def batches(self) -> int:
@@ -410,7 +417,9 @@ class Ranks(Unique):
             stops: The number of an exchange, or 0. If a rank aborted before it, wait only `grace` more seconds.
             grace: Those seconds.
         """
-        deadline, is_noted, is_stopped = time.monotonic() + timeout, False, not stops
+        deadline = time.monotonic() + timeout
+        is_noted = False
+        is_stopped = not stops
         while not arrives(min(_PATIENCE, max(deadline - time.monotonic(), 0.0))):
             if time.monotonic() >= deadline:
                 return False
@@ -418,7 +427,8 @@ class Ranks(Unique):
                 self._set(f"{at[0]} {self.rank}", at[1])
                 is_noted = True
             if not is_stopped and self._stop_before(stops):
-                deadline, is_stopped = min(deadline, time.monotonic() + grace), True
+                deadline = min(deadline, time.monotonic() + grace)
+                is_stopped = True
         return True
 
     def _abort(self, event: Event, device: torch.device) -> None:
@@ -503,7 +513,9 @@ class Ranks(Unique):
             RankError: Some ranks did not come. The error names them, and there are no more exchanges. Or a rank aborted
                 before: then the error is raised at once unless `is_late`, and the exchange is ended later.
         """
-        at, wire, stops = (_EXCHANGE, number), self._under_way[number], 0 if is_late else number
+        at = (_EXCHANGE, number)
+        wire = self._under_way[number]
+        stops = 0 if is_late else number
         try:
             has_arrived = self._arrives(wire.arrives, at, timeout, stops)
         except RuntimeError as error:
@@ -566,7 +578,8 @@ class Ranks(Unique):
             how: How long this rank waited, in words.
         """
         kind, number = at
-        missing, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + GRACE
+        missing = [rank for rank in range(self.size) if rank != self.rank]
+        deadline = time.monotonic() + GRACE
         try:
             while missing := [rank for rank in missing if int(self._get(f"{kind} {rank}") or 0) < number]:
                 if time.monotonic() > deadline:

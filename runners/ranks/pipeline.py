@@ -95,7 +95,8 @@ class Neighbour:
     def flush(self) -> None:
         """Wait until the next stage has received the last tensors. Raise RankError if it is late or gone."""
         with self._exchange():
-            sent, self._sent = self._sent, []
+            sent = self._sent
+            self._sent = []
             for post in sent:
                 self._wait(*post)
 
@@ -243,7 +244,8 @@ class PipelineStage(Unique):
 
         Proxies are received even if the step is wrong, since the next ones come after them.
         """
-        given, before = dict(side), self._before
+        given = dict(side)
+        before = self._before
         if before is not None:
             step, error, proxies = before.receive()
             if error:
@@ -275,7 +277,8 @@ class PipelineStage(Unique):
         Stages 0 and 1, 2 and 3, ... make one first, then 1 and 2, ... A stage without a partner makes one for itself,
         because torch.distributed names groups by how many a rank has.
         """
-        device, ranks = self.runner.stage.backend.device, self._coordinator
+        device = self.runner.stage.backend.device
+        ranks = self._coordinator
         backends = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
         if device.type != "cpu" and backends.get(device.type, "gloo") == "gloo":  # gloo only sends from host memory
             raise ConfigError(
@@ -284,7 +287,8 @@ class PipelineStage(Unique):
             )
         each = _HEADSTART if ranks.quiet else GRACE + 2 * _HEADSTART
         timeout = timeout if ranks.quiet else max(timeout, ranks.timeout)
-        own_timeout, limit = timeout + self.rank * each, dt.timedelta(seconds=2 * (timeout + self.size * each))
+        own_timeout = timeout + self.rank * each
+        limit = dt.timedelta(seconds=2 * (timeout + self.size * each))
         ranks.timeout = max(ranks.timeout, own_timeout + _HEADSTART)
         members = dist.get_process_group_ranks(group)
         me = members[self.rank]

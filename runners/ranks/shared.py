@@ -91,7 +91,8 @@ class RankMemory:
         for number, received in self._under_way.items():
             for rank, known in enumerate(received):
                 at = self._at(rank, number)
-                tag, data = _TAG.unpack_from(self._cells, at), self._cells[at + _TAG.size : at + self._stride]
+                tag = _TAG.unpack_from(self._cells, at)
+                data = self._cells[at + _TAG.size : at + self._stride]
                 if not known and tag == (number, zlib.crc32(data)):
                     received[rank] = data
 
@@ -110,5 +111,6 @@ class RankMemory:
 
 def host_of() -> str:
     """Return an identifier of this host, the same for all processes that can share memory. Raise OSError if unknown."""
-    boot, ids = pathlib.Path("/proc/sys/kernel/random/boot_id"), pathlib.Path("/proc/self/ns/pid")
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    ids = pathlib.Path("/proc/self/ns/pid")
     return f"{boot.read_text().strip()} {ids.readlink()}"

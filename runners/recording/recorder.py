@@ -66,7 +66,8 @@ class Recording(Watcher):
         """Keep the batch's values and the runner's decision. Errors of the batch are left to the step."""
         if self._fault:
             return
-        step, runner = StepRecord(number=self._count), self._runner
+        step = StepRecord(number=self._count)
+        runner = self._runner
         self._count += 1
         self._agreed = runner.agreed
         self.steps.append(step)
@@ -88,7 +89,8 @@ class Recording(Watcher):
     def filled(self, view: Inputs | None) -> None:
         """Keep the messages of the ranks, and their common decision as the step's."""
         del view
-        ranks, step = self._declaration.ranks, self._step
+        ranks = self._declaration.ranks
+        step = self._step
         if ranks is not None and step is not None and not (ranks.quiet or step.messages):
             step.messages, step.alone = ranks.messages, "" if step.decision is None else step.decision.reason
             step.decision = self._runner.agreed or step.decision
@@ -170,7 +172,8 @@ class Recording(Watcher):
 
     def _take(self, sources: Iterable[tuple[str, Any]]) -> tuple[RecordedValue, ...]:
         """Copy values in stream order, and then a flag by which the host sees that the copies are done."""
-        device, flag = self._backend.device, None
+        device = self._backend.device
+        flag = None
         values = tuple(RecordedValue.of(name, source, device) for name, source in sources if source is not None)
         try:
             with torch.no_grad(), outside_inference():
@@ -184,7 +187,8 @@ class Recording(Watcher):
                     if flag is None:
                         flag = self._backend.empty((1,), torch.uint8, HOST).zero_()
                     copied = self._backend.empty(tuple(source.shape), source.dtype, HOST)
-                    value.elements, value.arrived = copied.copy_(source, non_blocking=True), flag
+                    value.elements = copied.copy_(source, non_blocking=True)
+                    value.arrived = flag
                 if flag is not None:
                     flag.copy_(self._one, non_blocking=True)
         except Exception as error:  # noqa: BLE001 - devices fail in many ways

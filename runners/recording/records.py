@@ -27,10 +27,12 @@ from ..serial import from_data, to_data
 
 FORMAT: Final = 5
 """The number of this format. A file with another number is refused."""
-MOST, MOST_HEADER = 1 << 22, 1 << 25
+MOST = 1 << 22
+MOST_HEADER = 1 << 25
 """The most characters of one piece of plain data, and of a file's header."""
 MOST_RANKS: Final = 1 << 20  # the largest number of ranks that a file may have
-_WHY, _LONGEST = 300, 2000
+_WHY = 300
+_LONGEST = 2000
 """The most characters of why a value was not kept, and of an error about a file."""
 _KEY: Final = "slotgraph"
 _PARTS: Final = ("slots", "fields", "staged", "outputs")
@@ -69,10 +71,12 @@ class RecordedValue:
                     is_plain and source.dtype in _DTYPES,
                     f"a {source.layout} tensor of {source.dtype} on {source.device}",
                 )
-                found, tensor = cls(name=name, kind="tensor"), source
+                found = cls(name=name, kind="tensor")
+                tensor = source
                 found.where = "device" if source.device.type == device.type else "host"
             elif isinstance(source, np.ndarray):
-                found, tensor = cls(name=name, kind="array"), torch.from_numpy(np.array(source, order="C"))
+                found = cls(name=name, kind="array")
+                tensor = torch.from_numpy(np.array(source, order="C"))
             else:
                 return cls(name=name, kind="plain", data=plain_to_text(source))
         except Exception as error:  # noqa: BLE001 - a source may be anything, and a recording must not end a step
@@ -88,7 +92,9 @@ class RecordedValue:
     def lose(self, why: str) -> None:
         """Drop the value, and keep only its description."""
         if self.kind != "other":
-            self.data, self.elements, self.why = "", None, why
+            self.data = ""
+            self.elements = None
+            self.why = why
 
     def __str__(self) -> str:
         """Return its description in a few words."""
@@ -179,7 +185,9 @@ class RunnerRecord:
     @classmethod
     def of(cls, runner: Runner[Any]) -> "RunnerRecord":
         """Describe a runner as it is now."""
-        stage, declaration, graphs = runner.stage, runner.stage.declaration, runner.graphs
+        stage = runner.stage
+        declaration = runner.stage.declaration
+        graphs = runner.graphs
         facts = {
             "kind": runner.name,
             "inputs": declaration.name,
@@ -196,7 +204,8 @@ class RunnerRecord:
             what = f"{slot.kind} {slot.role or slot.dtype} [{', '.join(slot.shape)}]"
             group[f"slot {slot.name!r}"] = f"{what} on {slot.placement}"
             facts[f"filling of slot {slot.name!r}"] = ", ".join(filter(None, (slot.tail, slot.source, slot.function)))
-        record, ranks = None, declaration.ranks
+        record = None
+        ranks = declaration.ranks
         if ranks is not None:
             record = RanksRecord.of(ranks)
             needed["ranks"] = str(record)

@@ -119,7 +119,8 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     Raises:
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
     """
-    theirs, ours = file.runner, RunnerRecord.of(runner)
+    theirs = file.runner
+    ours = RunnerRecord.of(runner)
     refused = unlike(theirs.needed, ours.needed)
     if refused:
         way = "; make it of ranks=RecordedRanks.of(file), without a process group" if theirs.ranks != ours.ranks else ""
@@ -170,9 +171,12 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     lines = [f"field {one.name!r} is not in the file: {one}" for one in step.fields if one.why]
     if step.raised is not None:
         lines.append(f"at home it raised {step.raised.kind}: {step.raised.message}")
-    before, stage, decision = runner.agreed, runner.stage, None
+    before = runner.agreed
+    stage = runner.stage
+    decision = None
     outcome: Literal["equal", "different", "raised"] = "raised"
-    one, ranks = batch_of(step, stage), stage.declaration.ranks
+    one = batch_of(step, stage)
+    ranks = stage.declaration.ranks
     recorded = ranks if isinstance(ranks, RecordedRanks) else None
     try:
         decision = runner.decide(one.batch, **one.side)
@@ -200,7 +204,8 @@ def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]
 
     Raises the errors of the step.
     """
-    found, produce = list[str](), functools.partial(_produce, step)
+    found = list[str]()
+    produce = functools.partial(_produce, step)
     if runner.graphs is not None:
         trial = Trial(runner, runner.graphs, produce=produce)
         trial.fill(batch_of(step, runner.stage))
@@ -245,7 +250,8 @@ def tables_of(found: RecordedFile | StepRecord) -> Iterator[Table]:
     if isinstance(found, StepRecord):
         yield _shown_step(found, "" if found.raised is None else found.raised.traceback)
     else:
-        facts, ranks = found.runner.facts, found.runner.ranks
+        facts = found.runner.facts
+        ranks = found.runner.ranks
         rows = [
             {
                 **_decided(step),

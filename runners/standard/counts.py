@@ -134,7 +134,9 @@ def _live_part(step: Step, sharding: Sharding) -> int:
 
     The formula is clamp(live - chunk * rank, 0, chunk) with chunk = padded / ranks.
     """
-    live, padded, size = step.live(TOKENS), step.padded(TOKENS), sharding.attn_tp_size
+    live = step.live(TOKENS)
+    padded = step.padded(TOKENS)
+    size = sharding.attn_tp_size
     if not sharding.scattered:
         return live
     chunk, rest = divmod(padded, size)
@@ -165,7 +167,8 @@ def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
 
     Raise ConfigError if DP is not the number of batches.
     """
-    batches, asked = count_batches(ranks), step.padded(DP)
+    batches = count_batches(ranks)
+    asked = step.padded(DP)
     if asked != batches:
         raise ConfigError(
             f"sizes has {DP} = {asked}, and {ranks.size} ranks, of which each {ranks.shards} in a row share a batch, "

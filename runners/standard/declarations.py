@@ -149,7 +149,8 @@ class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
         """Return one request without a prefix, which owns every token of the bucket."""
-        whole, none = [step.padded(TOKENS)], [0]
+        whole = [step.padded(TOKENS)]
+        none = [0]
         mine = {"seq_lens": whole, "extend_seq_lens": whole, "orig_seq_lens": whole}
         mine |= {"extend_prefix_lens": none, "req_pool_indices": none}
         present = {name: value for name, value in mine.items() if name in cls.slotgraph.slots}

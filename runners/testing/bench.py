@@ -93,10 +93,12 @@ def ways_to_step(
     runner: RequestRunner[Any], bucket: int, hands: Sequence[str]
 ) -> tuple[Contestant, dict[str, Contestant]]:
     """Return the oracle, and whole steps of one bucket: by hand, by a runner for each lowering, and a bare replay."""
-    stage, found = runner.stage, dict[str, Contestant]()
+    stage = runner.stage
+    found = dict[str, Contestant]()
     runners = {name: captured(runner, name, bucket) for name in stage.backend.capabilities.lowerings}
     graphs = runners[ORACLE].graphs
-    graph, rows = next(iter(graphs.captured.values())).graph, graphs.output_rows
+    graph = next(iter(graphs.captured.values())).graph
+    rows = graphs.output_rows
 
     def by_hand(way: str) -> Contestant:
         padded = runner.sizes[bucket]
@@ -132,7 +134,9 @@ def cases(
 
     They are whole steps, if its graphs are. Raise WrongBytesError if a way fills wrongly.
     """
-    bucket, declaration, lead = runner.buckets.largest, runner.stage.declaration, BATCH if runner.is_whole else TOKENS
+    bucket = runner.buckets.largest
+    declaration = runner.stage.declaration
+    lead = BATCH if runner.is_whole else TOKENS
     ground = Ground(runner.stage, runner.sizes[bucket])
     if isinstance(runner, RequestRunner):
         oracle, ways = ways_to_step(runner, bucket, hands)
@@ -189,8 +193,10 @@ class BenchReport(Explained):
 
     def tables(self) -> Iterator[Table]:
         """Yield medians of a step, and how many times longer the hand-written ones take."""
-        about, device = self.conditions, self.conditions["device"]
-        ours, what = about["ours"], about["measured"]
+        about = self.conditions
+        device = self.conditions["device"]
+        ours = about["ours"]
+        what = about["measured"]
         told = (
             "A whole step is fill, view and replay; rows are live/padded, and any are steps that each have another "
             f"number of live rows. Ours is {ours}, which this {'runner' if about['target'] else 'backend'} prefers."
@@ -261,7 +267,8 @@ def bench(
         measured.append((only, (known, ANY) if batches is None or callable(batches) else (GIVEN,)))
     found = [pair for runner, lives in measured for pair in cases(runner, lives, hands, batches)]
     runner, _ = measured[-1]
-    on, ways = runner.stage.backend, {row["lowering"] for row, _ in found}
+    on = runner.stage.backend
+    ways = {row["lowering"] for row, _ in found}
     wanted = chosen_lowering(on.capabilities, runner.config.lowering)
     measure([run for _, run in found if run.batches], on, *(QUICK if quick else FULL))
     about = {

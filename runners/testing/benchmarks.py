@@ -76,7 +76,8 @@ class Drawn(Sample):
 
 def draw(ground: Ground, live: Sizes, seed: int, values: Values = NO_VALUES, absent: Collection[str] = ()) -> Drawn:
     """Draw a batch of some sizes, see `Ground.part`."""
-    slots, sizes = ground.declaration, ground.part(live)
+    slots = ground.declaration
+    sizes = ground.part(live)
     sample = ground.sample(sizes, seed, absent, values)
     read = [slots.slots[name].axes for name in slots.sources if name not in absent]
     given = {axis: sizes[axis] for axis in set(slots.varying).difference(*read)} or NO_SIZES
@@ -139,7 +140,8 @@ def ways_to_fill(
     ground: Ground, lowerings: Sequence[LoweringName] = (), hands: Sequence[str] = (PER_SLOT, REGROUPED)
 ) -> tuple[Contestant, dict[str, Contestant]]:
     """Return the oracle, and fills of one bucket: slot by slot by hand, by each lowering, and others by hand."""
-    padded, had = ground.most, ground.backend.capabilities.lowerings
+    padded = ground.most
+    had = ground.backend.capabilities.lowerings
     right = ground.stage.allocate(padded)
 
     def by_hand(way: str) -> Contestant:
@@ -248,11 +250,15 @@ class Timer:
         if len(ways) < 2 or not batches:  # noqa: PLR2004 - a ratio needs two
             raise ConfigError(f"ways: expected at least two, the right one first, and batches, got {list(ways)}")
         base, ours, *_ = ways
-        benchmark, title = self.benchmark, f"{backend.name}: {title}"
+        benchmark = self.benchmark
+        title = f"{backend.name}: {title}"
         benchmark.group = benchmark.group or f"{title} ({benchmark.name})"  # several tests may have one title
         if benchmark.disabled:
-            rounds, steps, most = 1, 1, None
-        times, figures = dict[str, Sequence[float]](), Figures({}, {})
+            rounds = 1
+            steps = 1
+            most = None
+        times = dict[str, Sequence[float]]()
+        figures = Figures({}, {})
         for _ in range(ATTEMPTS):
             runs = {name: Run(way, batches) for name, way in ways.items()}
             measure(list(runs.values()), backend, rounds, steps)

@@ -66,14 +66,16 @@ def fill_by_hand(
     @functools.cache
     def functions(live: Live) -> list[Any]:
         """Return the bound functions for a step of these sizes, cached as handwritten code would."""
-        step, results = declaration.step(live, padded), Results()
+        step = declaration.step(live, padded)
+        results = Results()
         known = {**declaration.given(step), **views}
         bound = [Computation.bind(name, declaration, known, views[name], results=results) for name in computed]
         return [(one.slot, one.target, one.function, one.fields, step) for one in bound]
 
     def fill(batch: Any, live: Live, side: Side = NO_SIDE) -> None:
         get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
-        values, absent = list[torch.Tensor](), frozenset[str]()
+        values = list[torch.Tensor]()
+        absent = frozenset[str]()
         for name, key, source in sources:
             value = get(key, None) if key else source.read(batch, side)
             if value is None:
@@ -104,14 +106,16 @@ def _writing(
     absent: Collection[str],
 ) -> Any:
     """Return the function that writes the slots which a batch has."""
-    slots, pads = {name: slot for name, slot in declaration.slots.items() if name not in absent}, dict[str, Any]()
+    slots = {name: slot for name, slot in declaration.slots.items() if name not in absent}
+    pads = dict[str, Any]()
     for name, slot in slots.items():
         rule = slot.rule()
         if isinstance(rule, Pad) and (slot.rewritten or name in declaration.sources):
             pads[name] = resolve_value(rule.value, backend.capabilities, padded)
     if way == COMPILED:  # torch.compile rejects slots of several dtypes in one storage
         views = {name: from_dlpack(views[name]) for name in slots}
-    text, file = text_by_hand(declaration, slots, pads, padded, way), f"<{declaration.name} {way}>"
+    text = text_by_hand(declaration, slots, pads, padded, way)
+    file = f"<{declaration.name} {way}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file  # so that debuggers show the source
     names: dict[str, Any] = {**_NAMES, **{axis.name: size for axis, size in padded.items()}, **views}
     exec(compile(text, file, "exec"), names)  # noqa: S102 - the names are the declaration's own
@@ -123,14 +127,17 @@ def text_by_hand(
     declaration: Declaration, slots: Mapping[str, Slot], pads: Mapping[str, Any], padded: Sizes, way: str
 ) -> str:
     """Write the function that resets tails and copies values, of live sizes and of the values in the order of slots."""
-    grouped, copied = way == REGROUPED, [name for name in declaration.sources if name in slots]
-    zeros, groups = collections.defaultdict[str, list[str]](list), collections.defaultdict[Any, list[str]](list)
+    grouped = way == REGROUPED
+    copied = [name for name in declaration.sources if name in slots]
+    zeros = collections.defaultdict[str, list[str]](list)
+    groups = collections.defaultdict[Any, list[str]](list)
     lines = [f"({', '.join(axis.name for axis in declaration.varying)},) = _live"] if declaration.varying else []
     lines += [f"({', '.join(map('_{}'.format, copied))},) = _values"] if copied else []
     for name, slot in slots.items():
         box = [f":{size}" if dim in slot.varying else ":" for dim, size in enumerate(slot.shape)]
         for dim in slot.varying if name in pads else ():
-            size, most = slot.shape[dim], slot.shape[dim].at(padded)
+            size = slot.shape[dim]
+            most = slot.shape[dim].at(padded)
             tail = f"{name}[{', '.join([*box[:dim], f'{size}:{most}'])}]"
             if grouped and pads[name] == 0:
                 zeros[f"if {size} < {most}"].append(tail)

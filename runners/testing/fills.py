@@ -79,7 +79,8 @@ def batches(
     @st.composite
     def drawn(draw: st.DrawFn) -> Sample:
         ground = Ground.of(inputs, backend, max_sizes, settings, relations)
-        live, absent = draw(_sizes(ground, least, ground.most)), draw(_absences(ground))
+        live = draw(_sizes(ground, least, ground.most))
+        absent = draw(_absences(ground))
         return ground.sample(live, draw(_SEEDS), absent, values)
 
     return drawn()
@@ -105,10 +106,13 @@ def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
 def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int) -> list[DrawnStep]:
     """Draw steps over at most three buckets, so that each is filled several times. No bucket is empty."""
     buckets = draw(st.lists(_sizes(ground, max(least, 1), ground.most), min_size=1, max_size=3))
-    made, slots, capabilities = list[DrawnStep](), ground.declaration.slots, ground.backend.capabilities
+    made = list[DrawnStep]()
+    slots = ground.declaration.slots
+    capabilities = ground.backend.capabilities
     for _ in range(draw(st.integers(1, 5))):
         padded = draw(st.sampled_from(buckets))
-        live, absent = draw(_sizes(ground, least, padded)), draw(_absences(ground))
+        live = draw(_sizes(ground, least, padded))
+        absent = draw(_absences(ground))
         sample = ground.sample(live, draw(_SEEDS), absent, values)
         flat = [
             name
@@ -157,7 +161,8 @@ def assert_fill_equals_oracle(
         WrongBytesError: An AssertionError, which names lowering, step, slot and row.
     """
     __tracebackhide__ = True  # so that pytest shows the user's line
-    ground, own = Ground.of(inputs, backend, max_sizes, settings, relations), hypothesis.settings()
+    ground = Ground.of(inputs, backend, max_sizes, settings, relations)
+    own = hypothesis.settings()
     declaration = ground.declaration
     read = {need for one in declaration.functions.values() for need in one.needs}
     free = {name for name in declaration.sources.keys() - read if declaration.slots[name].limit is None}
@@ -194,10 +199,13 @@ def _play(ground: Ground, lowering: LoweringName, schedule: list[DrawnStep], see
 
     After each step, slots that the step may write get random bytes.
     """
-    layer, right, declaration = lowered(ground, lowering, seed), spoilt(ground, seed), ground.declaration
+    layer = lowered(ground, lowering, seed)
+    right = spoilt(ground, seed)
+    declaration = ground.declaration
     bucket = functools.cache(functools.partial(BucketBuffers[Any], layer))
     for number, one in enumerate(schedule, 1):
-        batch, side = one.sample.batch, one.sample.side
+        batch = one.sample.batch
+        side = one.sample.side
         with torch.no_grad():
             view = bucket(ground.live(one.padded)).fill(batch, live=one.live, absent=one.absent, **side)
             wanted = ground.oracle(right, batch, side, one.live, one.padded)

@@ -93,7 +93,11 @@ class Run:
 
     def once(self, steps: int, wait: Callable[[], None]) -> None:
         """Run one round. An untimed step before it leaves tails as the round's last step would."""
-        way, turns, before, note, clock = self.way, self._turns, self.before, self.host.append, time.perf_counter_ns
+        way = self.way
+        turns = self._turns
+        before = self.before
+        note = self.host.append
+        clock = time.perf_counter_ns
         with self.around():
             for number in range(steps):
                 if number % QUEUED == 0:
@@ -139,7 +143,8 @@ def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, devi
         steps: Steps in a round.
         device_rounds: Rounds on the device.
     """
-    was_on, threads = gc.isenabled(), torch.get_num_threads()
+    was_on = gc.isenabled()
+    threads = torch.get_num_threads()
     gc.collect()
     gc.disable()
     torch.set_num_threads(THREADS)
