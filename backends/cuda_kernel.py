@@ -9,6 +9,7 @@ each is a multiple of its own dtype's size, which the packer guarantees.
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - see above; many arguments, and numbers for sizes
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
+# pyright: reportCallIssue=false
 from typing import Final
 
 import torch

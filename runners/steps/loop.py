@@ -482,7 +482,7 @@ class StepLoop(Generic[V, Out]):
             outputs = outputs.view(requests, -1).squeeze(1)
         rows = outputs.tolist
         if outputs.dim() == 1 and outputs.dtype in {torch.int64, torch.int32}:  # for ids, `tolist` takes twice as long
-            rows = functools.partial(iter, memoryview(outputs.numpy()))
+            rows = functools.partial(iter, outputs.numpy().data)
         return rows, None if done is None else done.numpy().tobytes
 
     def _forget_ended(self) -> None:
