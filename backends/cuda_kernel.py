@@ -8,8 +8,8 @@ each is a multiple of its own dtype's size, which the packer guarantees.
 # Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0915, PLR0917, PLR2004 - see above; many arguments, and numbers for sizes
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 # pyright: reportCallIssue=false
+
 from typing import Final
 
 import torch
