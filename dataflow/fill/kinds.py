@@ -20,6 +20,8 @@ from .reach import Reach, Rows
 
 KINDS: Final = 8
 """The most kinds of batches that a table keeps. The oldest is dropped first."""
+STRIDES: Final = 2
+"""The most strides for which a slot's sources are read as they lie. Of sources with more, copies are made."""
 MOST_DIMS: Final = 64
 """The most dims that a torch tensor can have."""
 _LISTS: Final = (list, tuple)  # `isinstance` takes half as long with a tuple as with a union
@@ -260,8 +262,8 @@ class KindTable:
         for place, rows in enumerate(self._rows):
             if rows.ragged:
                 self._ragged.append((place, declaration.slots[self.names[place]], rows.shape[1](())))
-        self._strides = dict[int, tuple[int, ...]]()
-        self._uneven = set[int]()  # slots whose strided sources came with several strides, by place
+        self._strides = dict[int, set[tuple[int, ...]]]()  # those of strided sources, by place
+        self._uneven = set[int]()  # the places of sources whose strides differ from batch to batch
         self.gather: Callable[[Any, Side], Sources] = self._gather_plain if self._ragged else self._gather
         self._sizer = sizer
         self.known = list[SourceKinds]()
@@ -278,9 +280,11 @@ class KindTable:
     def add(self, sources: Sources) -> SourceKinds:
         """Add the kinds of a batch that was admitted."""
         for place, source in enumerate(sources):
-            if is_strided(source) and self._strides.setdefault(place, source.stride()) != source.stride():
-                self._uneven.add(place)
-                self.gather = self._gather_plain
+            if is_strided(source):
+                self._strides.setdefault(place, set()).add(source.stride())
+                if len(self._strides[place]) > STRIDES:
+                    self._uneven.add(place)
+                    self.gather = self._gather_plain
         kinds = SourceKinds(sources, self.names, self._rows, self._sizer)
         self.known[:] = [kinds, *self.known[: KINDS - 1]]
         return kinds
