@@ -10,6 +10,7 @@ each is a multiple of its own dtype's size, which the packer guarantees.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # pyright: reportCallIssue=false
 
+import functools
 from typing import Final
 
 import torch
@@ -267,26 +268,22 @@ def _round(bits, code, goal):
     return single.to(tl.int64)
 
 
-def filling(table, packet, _targets):
-    """Return a launch of one program for each row of a table. The rows have the addresses of the targets."""
+def _launcher(table, packet, _targets, *, edits):
+    """Return a launch over a table, whose rows have the addresses of the targets.
+
+    It fills all lanes by one program for each row, or advances them and then edits their rows.
+    """
     words = packet.view(torch.int64)
     rows = table.shape[0]
 
     def launch():
         if rows:
-            fill_lanes[(rows,)](table, words, ADVANCE=False, BLOCK=BLOCK, num_warps=WARPS)
+            fill_lanes[(rows,)](table, words, ADVANCE=edits, BLOCK=BLOCK, num_warps=WARPS)
+            if edits:
+                edit_lanes[(rows, PARTS)](table, words, PARTS=PARTS, BLOCK=PIECE, num_warps=1)
 
     return launch
 
 
-def editing(table, packet, _targets):
-    """Return a call that launches one kernel to advance a table's lanes, and one to edit their rows."""
-    words = packet.view(torch.int64)
-    rows = table.shape[0]
-
-    def launch():
-        if rows:
-            fill_lanes[(rows,)](table, words, ADVANCE=True, BLOCK=BLOCK, num_warps=WARPS)
-            edit_lanes[(rows, PARTS)](table, words, PARTS=PARTS, BLOCK=PIECE, num_warps=1)
-
-    return launch
+filling: Final = functools.partial(_launcher, edits=False)
+editing: Final = functools.partial(_launcher, edits=True)

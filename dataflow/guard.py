@@ -112,7 +112,7 @@ def _facts_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _fit(wanted: _Sizes, found: Sequence[int]) -> bool:
-    """Return whether sizes or strides are the wanted ones, of which None stands for any."""
+    """Return whether sizes or strides are as wanted. A wanted None accepts any number."""
     return len(wanted) == len(found) and all(one in {None, other} for one, other in zip(wanted, found, strict=True))
 
 

@@ -241,14 +241,14 @@ def _cut(
         if values.get(name) is None or name.startswith(LIVE_ROWS):
             continue
         slot = declared[name]
-        brought = [need for need in compute.needs if need in slots]
-        on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
+        needed_slots = [need for need in compute.needs if need in slots]
+        on_device = info.declaration.side(name) == DEVICE and all(need in made for need in needed_slots)
         if not info.captured or on_device:
             with outside_inference():
                 made[name] = values[name].new_empty(extent(slot.shape, step.padded_sizes))  # padded
             computed.append(name)
             continue
-        same = all(need in made and made[need] is values[need] for need in brought)
+        same = all(need in made and made[need] is values[need] for need in needed_slots)
         if not same or STEP in compute.needs or not slot.axes.isdisjoint(ranges):
             del made[name]  # its value for all rows is wrong for a part
     known = {**dict.fromkeys(info.declaration.fields), **info.declaration.given(step), **values, **made}

@@ -41,14 +41,12 @@ class OutputCopies:
 
     Attributes:
         outputs: Each step's outputs in host memory, and who was done before it or None.
-        count: How many tensors are copied.
         start: Starts the copies, on the current stream.
         rows: Of each step, a call that returns the rows of its requests, and one that returns who was done before it, a
             byte for each, or None. None before `tokens` was called.
     """
 
     outputs: Sequence[tuple[Any, torch.Tensor | None]]
-    count: int
     start: Callable[[], object]
     rows: list[Any]
 
@@ -441,7 +439,7 @@ class StepLoop(Generic[V, Out]):
                 return made.as_strided(tensor.shape, tensor.stride(), made.storage_offset() + tensor.storage_offset())
 
         made = map_tensors(outputs, on_host, lambda leaf: constant_leaf(leaf, "which steps() cannot copy to the host"))
-        return OutputCopies(made, len(targets), _starter(targets, sources), [None] * len(made))
+        return OutputCopies(made, _starter(targets, sources), [None] * len(made))
 
     def wait(self, launch: Launch, number: int) -> None:
         """Wait for the copies of a launch's outputs. Raise StaleOutputError if they are overwritten. number: A step."""

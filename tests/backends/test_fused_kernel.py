@@ -452,21 +452,7 @@ class Interpreting(HostBackend):
         return CallableGraph(step)
 
     def fusion(self) -> Fusion:
-        module = self.module
-
-        def filling(table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
-            return lambda: by_triton(module, table, packet.view(torch.int64), module.BLOCK)
-
-        def editing(table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
-            words, grid = packet.view(torch.int64), (len(table), module.PARTS)
-
-            def launch() -> None:
-                module.fill_lanes[grid[:1]](table, words, ADVANCE=True, BLOCK=module.BLOCK)
-                module.edit_lanes[grid](table, words, PARTS=module.PARTS, BLOCK=module.PIECE)
-
-            return launch
-
-        return Fusion(module.BLOCK, filling, editing)
+        return Fusion(self.module.BLOCK, self.module.filling, self.module.editing)
 
 
 def test_the_kernel_advances_and_edits_as_plain_python_does(monkeypatch: pytest.MonkeyPatch) -> None:

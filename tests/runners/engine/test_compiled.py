@@ -316,7 +316,10 @@ def offsets_kernel(fault: str) -> Any:
 
 @pytest.mark.parametrize("fault", ["", "raises", "differs", LEFT_ALONE])
 def test_a_kernel_of_its_own_runs_if_it_makes_the_same_bytes(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    """In place of the function that it stands for; tails follow, and functions of its slots; else that is compiled."""
+    """The kernel replaces its function, and tails and later functions see what it wrote.
+
+    A kernel that raises, or writes other bytes, is refused, and the function is compiled.
+    """
     ran = list[str]()
 
     @fills("starts", "ends", kernel=offsets_kernel(fault))
