@@ -64,23 +64,32 @@ def packed(indptr: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     return in_use, requests * in_use, items * in_use
 
 
-def packed_pages(page_table: Tensor, kv_indptr: Tensor) -> Tensor:
-    """Return the pages of all requests one behind the other, and 0 behind the last."""
-    in_use, requests, pages = packed(kv_indptr, page_table.numel())
+def packed_pages(
+    page_table: Tensor, kv_indptr: Tensor, capacity: int | None = None, first: Tensor | None = None
+) -> Tensor:
+    """Return the pages of all requests one behind the other, and 0 behind the last.
+
+    capacity: How many pages to return. None: as many as the table has.
+    first: The first page of each request. None: it is 0.
+    """
+    in_use, requests, pages = packed(kv_indptr, page_table.numel() if capacity is None else capacity)
+    pages = pages if first is None else first[requests] + pages
     return page_table[requests, pages] * in_use
 
 
 def packed_tokens(
-    page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, out: Tensor, first: Tensor | None = None
-) -> None:
-    """Write the places of all requests' tokens one behind the other, and 0 behind the last.
-
-    first: The first token of each request. None: it is 0.
-    """
-    in_use, requests, tokens = packed(kv_indptr, out.shape[0])
+    page_table: Tensor, kv_indptr: Tensor, page_size: Tensor, capacity: int, first: Tensor | None = None
+) -> Tensor:
+    """Return the places of all requests' tokens as `packed_pages` returns pages: int64. first: As there, a token."""
+    in_use, requests, tokens = packed(kv_indptr, capacity)
     tokens = tokens if first is None else first[requests] + tokens
-    places = page_table[requests, tokens // page_size].to(out.dtype) * page_size + tokens % page_size
-    out.copy_(places * in_use)
+    return (page_table[requests, tokens // page_size].long() * page_size + tokens % page_size) * in_use
+
+
+def write_each(out: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write the values of those slots that there are."""
+    for name, target in out.items():
+        target.copy_(values[name])
 
 
 def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
@@ -88,10 +97,10 @@ def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     return (((seq_lens - 1) % page_size + 1) * (seq_lens > 0)).to(int32)
 
 
-def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
-    """Write into how many parts of one size each token's keys are split. Every request has as many tokens."""
+def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, tokens: int) -> Tensor:
+    """Return into how many parts of one size each token's keys are split. Every request has as many tokens."""
     counts = divided_up(seq_lens, split_tile_size)
-    out.copy_(counts.repeat_interleave(out.shape[0] // (len(counts) or 1)))
+    return counts.repeat_interleave(tokens // (len(counts) or 1))
 
 
 _OVERHEAD: Final = 5
@@ -178,7 +187,7 @@ def lengths_by_token(seq_lens: Tensor, out: Tensor) -> None:
     out.copy_((seq_lens[:, None] + torch.arange(1 - width, 1, device=out.device)).clamp(min=0).flatten())
 
 
-def _by_kernel(seq_lens: Tensor, lists: Mapping[str, Tensor | None], **given: Tensor | None) -> None:
+def by_kernel(seq_lens: Tensor, lists: Mapping[str, Tensor | None], **given: Tensor | None) -> None:
     """Write lists by one kernel. lists: What it writes, by its own names of them."""
     from .lists_kernel import launch  # noqa: PLC0415 - it needs triton, which is there with a CUDA device
 
@@ -186,7 +195,7 @@ def _by_kernel(seq_lens: Tensor, lists: Mapping[str, Tensor | None], **given: Te
 
 
 def _flash_mla_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, page_table: Tensor, page_size: Tensor) -> None:
-    from .lists_kernel import launch_schedule  # noqa: PLC0415 - as in `_by_kernel`
+    from .lists_kernel import launch_schedule  # noqa: PLC0415 - as in `by_kernel`
 
     del page_table  # only its size counts, for the function
     launch_schedule(seq_lens, page_size, _OVERHEAD, **out)
@@ -203,8 +212,7 @@ def flash_mla_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor, out
         "tile_scheduler_metadata": tile_schedule(cost_offsets, part_offsets, seq_lens),
         "num_splits": split_offsets(cost_offsets, part_offsets),
     }
-    for name, target in out.items():
-        target.copy_(values[name])
+    write_each(out, values)
 
 
 def _flash_attention_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, extend_seq_lens: Tensor) -> None:
@@ -213,7 +221,7 @@ def _flash_attention_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, extend_
         "query_offsets": out.get("cu_seqlens_q"),
         "token_offsets": out.get("cu_seqlens_k"),
     }
-    _by_kernel(seq_lens, lists, queries=extend_seq_lens)
+    by_kernel(seq_lens, lists, queries=extend_seq_lens)
 
 
 @fills("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", kernel=_flash_attention_kernel)
@@ -231,7 +239,7 @@ def _flashinfer_kernel(
         "last_lengths": out.get("kv_last_page_len"),
         "query_offsets": out.get("qo_indptr"),
     }
-    _by_kernel(seq_lens, lists, queries=extend_seq_lens, **pages)
+    by_kernel(seq_lens, lists, queries=extend_seq_lens, **pages)
 
 
 @fills("kv_indptr", "kv_indices", "kv_last_page_len", kernel=_flashinfer_kernel)
@@ -251,17 +259,18 @@ def flashinfer_query_lists(
 
 def _tokens_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **given: Tensor) -> None:
     lists = {"token_offsets": out["kv_indptr"], "tokens": out.get("kv_indices"), "tiles": out.get("num_kv_splits")}
-    _by_kernel(seq_lens, lists, **given)
+    by_kernel(seq_lens, lists, **given)
 
 
 @fills("kv_indptr", "kv_indices", kernel=_tokens_kernel)
 def token_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor, out: Mapping[str, Tensor]) -> None:
     """Write the offsets of tokens, and their places in the cache."""
     kv_indptr = offsets(seq_lens)
-    if "kv_indptr" in out:
-        out["kv_indptr"].copy_(kv_indptr)
+    values = {"kv_indptr": kv_indptr}
     if "kv_indices" in out:
-        packed_tokens(page_table, kv_indptr, page_size, out["kv_indices"])
+        capacity = out["kv_indices"].shape[0]
+        values["kv_indices"] = packed_tokens(page_table, kv_indptr, page_size, capacity)
+    write_each(out, values)
 
 
 @fills("kv_indptr", "kv_indices", "num_kv_splits", kernel=_tokens_kernel)
@@ -269,9 +278,11 @@ def split_token_lists(
     seq_lens: Tensor, page_table: Tensor, page_size: Tensor, split_tile_size: Tensor, out: Mapping[str, Tensor]
 ) -> None:
     """Write what `token_lists` writes, and how many parts each token's keys have."""
-    token_lists(seq_lens, page_table, page_size, out)
-    if "num_kv_splits" in out:
-        tile_counts(seq_lens, split_tile_size, out["num_kv_splits"])
+    lists = dict(out)
+    if "num_kv_splits" in lists:
+        counts = lists.pop("num_kv_splits")
+        counts.copy_(tile_counts(seq_lens, split_tile_size, counts.shape[0]))
+    token_lists(seq_lens, page_table, page_size, lists)
 
 
 def _flex_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **pages: Tensor) -> None:
@@ -280,7 +291,7 @@ def _flex_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **pages: Tensor) -
         "part_counts": out["kv_num_blocks"],
         "part_first": out["kv_indices"],
     }
-    _by_kernel(seq_lens, lists, **pages)
+    by_kernel(seq_lens, lists, **pages)
 
 
 @fills("full_kv_num_blocks", "kv_num_blocks", "kv_indices", kernel=_flex_kernel)

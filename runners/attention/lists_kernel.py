@@ -18,6 +18,7 @@ from torch import Tensor
 BLOCK: Final = 1024
 """Items that a program writes at a time."""
 LISTS: Final = (
+    "first_tokens",
     "lengths",
     "query_offsets",
     "token_offsets",
@@ -54,24 +55,31 @@ def _is_inside(place, count, most, start, rows):
 
 
 @triton.jit
-def _write_pages(target, source, stride, columns, rows, row, count, start, total, BLOCK: tl.constexpr):
-    """Write a request's pages at its place, and 0 to its share of what is behind all of them."""
-    for at in range(tl.program_id(1) * BLOCK, columns, tl.num_programs(1) * BLOCK):
-        place = at + tl.arange(0, BLOCK)
-        in_use = _is_inside(place, count, columns, start, rows)
-        tl.store(target + start + place, tl.load(source + place * stride, mask=in_use), mask=in_use)
-        behind = row * columns + place
-        tl.store(target + behind, 0, mask=(place < columns) & (behind >= total))
+def _write_pages(target, source, stride, columns, most, rows, row, first, count, start, total, BLOCK: tl.constexpr):
+    """Write a request's pages, from its first one on, at its place, and 0 to its share of what is behind all of them.
 
-
-@triton.jit
-def _write_tokens(target, source, stride, size, most, rows, row, count, start, total, BLOCK: tl.constexpr):
-    """Write the places of a request's tokens, as `_write_pages` writes pages. most: Tokens that a request may have."""
+    columns: Pages in a row of the source. most: Pages that the list has room for, of each request.
+    """
     for at in range(tl.program_id(1) * BLOCK, most, tl.num_programs(1) * BLOCK):
         place = at + tl.arange(0, BLOCK)
         in_use = _is_inside(place, count, most, start, rows)
-        page = tl.load(source + place // size * stride, mask=in_use).to(tl.int64)
-        tl.store(target + start + place, page * size + place % size, mask=in_use)
+        page = tl.load(source + (first + place) * stride, mask=in_use & (first + place < columns))
+        tl.store(target + start + place, page, mask=in_use)
+        behind = row * most + place
+        tl.store(target + behind, 0, mask=(place < most) & (behind >= total))
+
+
+@triton.jit
+def _write_tokens(
+    target, source, stride, columns, size, most, rows, row, first, count, start, total, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the places of a request's tokens, as `_write_pages` writes pages. size: Tokens in a page."""
+    for at in range(tl.program_id(1) * BLOCK, most, tl.num_programs(1) * BLOCK):
+        place = at + tl.arange(0, BLOCK)
+        token = first + place
+        in_use = _is_inside(place, count, most, start, rows)
+        page = tl.load(source + token // size * stride, mask=in_use & (token < columns * size)).to(tl.int64)
+        tl.store(target + start + place, page * size + token % size, mask=in_use)
         behind = row * most + place
         tl.store(target + behind, 0, mask=(place < most) & (behind >= total))
 
@@ -86,21 +94,32 @@ def _write_part_first(target, source, stride, columns, front, BLOCK: tl.constexp
         tl.store(target + place, page, mask=place < columns)
 
 
-@triton.jit(do_not_specialize=["row_stride", "rows", "columns", "width"])  # one compilation for most buckets
+@triton.jit(do_not_specialize=["row_stride", "rows", "columns", "most", "width"])  # one compilation for most buckets
 def write_lists(
-    seq_lens, queries, table, row_stride, stride, page_size, tile_size, rows, columns, width,
-    lengths, query_offsets, token_offsets, page_offsets, pages, tokens, last_lengths, tiles, full_counts, part_counts,
-    part_first, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    seq_lens, queries, table, row_stride, stride, page_size, tile_size, window_size, rows, columns, most, width,
+    first_tokens, lengths, query_offsets, token_offsets, page_offsets, pages, tokens, last_lengths, tiles, full_counts,
+    part_counts, part_first, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write one request's share of each list that is not None.
+    """Write one request's share of each list that is not None; of the tokens in its window, if windows have a size.
 
-    rows and columns are those of the page table; width is how often a request's number of tiles is written.
+    rows and columns are those of the page table; most is how many pages or tokens of each request a list has room for;
+    width is how often a request's number of tiles is written.
     """
     row = tl.program_id(0)
     every = tl.arange(0, ROWS)
-    length = tl.load(seq_lens + row)
-    all_lengths = tl.load(seq_lens + every, mask=every < rows, other=0)
+    end = tl.load(seq_lens + row)
+    all_ends = tl.load(seq_lens + every, mask=every < rows, other=0)
+    first = end * 0
+    all_first = all_ends * 0
+    if window_size is not None:
+        window = tl.load(window_size)
+        first = tl.maximum(end - window, 0)
+        all_first = tl.maximum(all_ends - window, 0)
+    length = end - first
+    all_lengths = all_ends - all_first
     source = table + row.to(tl.int64) * row_stride
+    if first_tokens is not None:
+        tl.store(first_tokens + row, first)
     if lengths is not None:
         tl.store(lengths + row, length)
     if query_offsets is not None:
@@ -112,14 +131,16 @@ def write_lists(
         start, total = _write_offset(token_offsets, all_lengths, every, row)
         if tokens is not None:
             size = tl.load(page_size)
-            _write_tokens(tokens, source, stride, size, columns * size, rows, row, length, start, total, BLOCK)
+            _write_tokens(tokens, source, stride, columns, size, most, rows, row, first, length, start, total, BLOCK)
     if page_offsets is not None:
         size = tl.load(page_size)
-        start, total = _write_offset(page_offsets, _divided_up(all_lengths, size), every, row)
+        first_page = first // size
+        start, total = _write_offset(page_offsets, _divided_up(all_ends, size) - all_first // size, every, row)
         if pages is not None:
-            _write_pages(pages, source, stride, columns, rows, row, _divided_up(length, size), start, total, BLOCK)
+            count = _divided_up(end, size) - first_page
+            _write_pages(pages, source, stride, columns, most, rows, row, first_page, count, start, total, BLOCK)
         if last_lengths is not None:
-            tl.store(last_lengths + row, tl.where(length > 0, (length - 1) % size + 1, 0))
+            tl.store(last_lengths + row, tl.where(end > 0, (end - 1) % size + 1, 0))
     if part_first is not None:
         size = tl.load(page_size)
         is_part = (length % size > 0).to(tl.int32)
@@ -136,6 +157,7 @@ def launch(
     page_table: Tensor | None = None,
     page_size: Tensor | None = None,
     split_tile_size: Tensor | None = None,
+    window_size: Tensor | None = None,
 ) -> None:
     """Launch the kernel.
 
@@ -146,17 +168,19 @@ def launch(
         page_table: Pages of each request, for lists of them.
         page_size: Tokens in a page.
         split_tile_size: Keys in a part of a request's list.
+        window_size: Tokens in a window, for lists of those alone.
     """
     rows = seq_lens.shape[0]
     strides = (0, 0) if page_table is None else page_table.stride()
     columns = 0 if page_table is None else page_table.shape[1]
-    tokens = lists.get("tokens")
+    items = next((found for name in ("tokens", "pages") if (found := lists.get(name)) is not None), None)
+    most = max(1, columns) if items is None else items.shape[0] // rows
     tiles = lists.get("tiles")
-    items = max(1, columns) if tokens is None else tokens.shape[0] // rows
     width = 0 if tiles is None else tiles.shape[0] // rows
-    write_lists[rows, triton.cdiv(items, 2 * BLOCK)](
-        seq_lens, queries, seq_lens if page_table is None else page_table, *strides, page_size, split_tile_size, rows,
-        columns, width, *map(lists.get, LISTS), ROWS=max(64, triton.next_power_of_2(rows)), BLOCK=BLOCK,
+    write_lists[rows, triton.cdiv(most, 2 * BLOCK)](
+        seq_lens, queries, seq_lens if page_table is None else page_table, *strides, page_size, split_tile_size,
+        window_size, rows, columns, most, width, *map(lists.get, LISTS),
+        ROWS=max(64, triton.next_power_of_2(rows)), BLOCK=BLOCK,
     )  # fmt: skip
 
 

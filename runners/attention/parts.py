@@ -3,6 +3,7 @@
 Their slots are computed as those of `kernels`: on the device, in the graph, whole numbers only.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 from torch import Tensor, int32, int64
@@ -10,6 +11,7 @@ from torch import Tensor, int32, int64
 from ...dataflow.axes import BATCH, TOKENS, Axis
 from ...dataflow.capabilities import SEQ_LEN_FILL
 from ...dataflow.slots import computed, constant, copied
+from ...dataflow.sources import fills
 from . import layouts
 from .kernels import FlashInferDecode, PagedCache, TritonDecode
 
@@ -25,46 +27,68 @@ INTERLEAVE: Final = Axis("INTERLEAVE", fixed=True)
 """Tokens in a row that one rank of a context-parallel group keeps: 1, or a number that divides PAGE_SIZE."""
 
 
-def window_starts(seq_lens: Tensor, window_size: Tensor) -> Tensor:
-    """Return the first token of each request that its window has."""
-    return (seq_lens - window_size).clamp(min=0).to(int32)
-
-
-def window_lengths(seq_lens: Tensor, window_kv_offsets: Tensor) -> Tensor:
-    """Return the tokens in each request's window."""
-    return (seq_lens - window_kv_offsets).to(int32)
-
-
-def window_page_offsets(seq_lens: Tensor, window_kv_offsets: Tensor, page_size: Tensor) -> Tensor:
-    """Return the offsets of each request's pages in its window, from the page of the window's first token on."""
-    pages = layouts.divided_up(seq_lens, page_size)
-    return layouts.offsets(pages - window_kv_offsets // page_size)
-
-
-def window_pages(
-    window_page_table: Tensor, window_kv_indptr: Tensor, window_kv_offsets: Tensor, page_size: Tensor, out: Tensor
+def _window_kernel(
+    out: Mapping[str, Tensor], seq_lens: Tensor, window_page_table: Tensor | None = None, **given: Tensor
 ) -> None:
-    """Write the pages of all windows one behind the other, and 0 behind the last."""
-    in_use, requests, pages = layouts.packed(window_kv_indptr, out.shape[0])
-    first = window_kv_offsets[requests] // page_size
-    out.copy_(window_page_table[requests, first + pages] * in_use)
+    names = {"first_tokens": "window_kv_offsets", "lengths": "window_kv_lens", "tiles": "window_num_kv_splits"}
+    is_of_tokens = "split_tile_size" in given
+    names["token_offsets" if is_of_tokens else "page_offsets"] = "window_kv_indptr"
+    names["tokens" if is_of_tokens else "pages"] = "window_kv_indices"
+    lists = {name: out.get(slot) for name, slot in names.items()}
+    layouts.by_kernel(seq_lens, lists, page_table=window_page_table, **given)
 
 
-def window_token_offsets(window_kv_lens: Tensor) -> Tensor:
-    """Return the offsets of each request's tokens in its window."""
-    return layouts.offsets(window_kv_lens)
+@fills("window_kv_offsets", "window_kv_lens", kernel=_window_kernel)
+def window_bounds(seq_lens: Tensor, window_size: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first token of each request that its window has, and the tokens in its window."""
+    first = (seq_lens - window_size).clamp(min=0).to(int32)
+    return first, (seq_lens - first).to(int32)
 
 
-def window_tokens(
-    window_page_table: Tensor, window_kv_indptr: Tensor, window_kv_offsets: Tensor, page_size: Tensor, out: Tensor
+@fills("window_kv_offsets", "window_kv_lens", "window_kv_indptr", "window_kv_indices", kernel=_window_kernel)
+def window_page_lists(
+    seq_lens: Tensor, window_size: Tensor, window_page_table: Tensor, page_size: Tensor, out: Mapping[str, Tensor]
 ) -> None:
-    """Write the places of all windows' tokens one behind the other, and 0 behind the last."""
-    layouts.packed_tokens(window_page_table, window_kv_indptr, page_size, out, first=window_kv_offsets)
+    """Write what `window_bounds` returns, the offsets of each window's pages, and these pages."""
+    first, lengths = window_bounds(seq_lens, window_size)
+    first_pages = first // page_size
+    kv_indptr = layouts.offsets(layouts.divided_up(seq_lens, page_size) - first_pages)
+    values = {"window_kv_offsets": first, "window_kv_lens": lengths, "window_kv_indptr": kv_indptr}
+    if "window_kv_indices" in out:
+        capacity = out["window_kv_indices"].shape[0]
+        pages = layouts.packed_pages(window_page_table, kv_indptr, capacity, first_pages)
+        values["window_kv_indices"] = pages
+    layouts.write_each(out, values)
 
 
-def window_tile_counts(window_kv_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
-    """Write into how many parts of one size each token's keys in the window are split."""
-    layouts.tile_counts(window_kv_lens, split_tile_size, out)
+@fills(
+    "window_kv_offsets",
+    "window_kv_lens",
+    "window_kv_indptr",
+    "window_kv_indices",
+    "window_num_kv_splits",
+    kernel=_window_kernel,
+)
+def window_token_lists(
+    seq_lens: Tensor,
+    window_size: Tensor,
+    window_page_table: Tensor,
+    page_size: Tensor,
+    split_tile_size: Tensor,
+    out: Mapping[str, Tensor],
+) -> None:
+    """Write what `window_bounds` returns, offsets and places of each window's tokens, and how many parts they have."""
+    first, lengths = window_bounds(seq_lens, window_size)
+    kv_indptr = layouts.offsets(lengths)
+    values = {"window_kv_offsets": first, "window_kv_lens": lengths, "window_kv_indptr": kv_indptr}
+    if "window_kv_indices" in out:
+        capacity = out["window_kv_indices"].shape[0]
+        places = layouts.packed_tokens(window_page_table, kv_indptr, page_size, capacity, first)
+        values["window_kv_indices"] = places
+    if "window_num_kv_splits" in out:
+        tokens = out["window_num_kv_splits"].shape[0]
+        values["window_num_kv_splits"] = layouts.tile_counts(lengths, split_tile_size, tokens)
+    layouts.write_each(out, values)
 
 
 class WindowCache(PagedCache):
@@ -84,8 +108,8 @@ class WindowCache(PagedCache):
         BATCH, layouts.PAGES, dtype=int32, pad=0, ragged=True, strided=True, converts=(int64,)
     )
     window_size: Tensor = constant(WINDOW, shape=1, dtype=int32)
-    window_kv_offsets: Tensor = computed(window_starts, shape=BATCH, dtype=int32)
-    window_kv_lens: Tensor = computed(window_lengths, shape=BATCH, dtype=int32)
+    window_kv_offsets: Tensor = computed(window_bounds, shape=BATCH, dtype=int32)
+    window_kv_lens: Tensor = computed(window_bounds, shape=BATCH, dtype=int32)
 
 
 class FlashInferWindow(FlashInferDecode, WindowCache):
@@ -99,8 +123,10 @@ class FlashInferWindow(FlashInferDecode, WindowCache):
     window_kv_indices: the pages; no kernel reads those behind the last, which are 0.
     """
 
-    window_kv_indptr: Tensor = computed(window_page_offsets, shape=BATCH + 1, dtype=int32)
-    window_kv_indices: Tensor = computed(window_pages, shape=BATCH * WINDOW_PAGES, dtype=int32)
+    window_kv_offsets: Tensor = computed(window_page_lists, shape=BATCH, dtype=int32)
+    window_kv_lens: Tensor = computed(window_page_lists, shape=BATCH, dtype=int32)
+    window_kv_indptr: Tensor = computed(window_page_lists, shape=BATCH + 1, dtype=int32)
+    window_kv_indices: Tensor = computed(window_page_lists, shape=BATCH * WINDOW_PAGES, dtype=int32)
 
 
 class TritonWindow(TritonDecode, WindowCache):
@@ -114,9 +140,11 @@ class TritonWindow(TritonDecode, WindowCache):
     window_num_kv_splits: how many parts each token's keys have in the window, of TILE keys each.
     """
 
-    window_kv_indptr: Tensor = computed(window_token_offsets, shape=BATCH + 1, dtype=int32)
-    window_kv_indices: Tensor = computed(window_tokens, shape=BATCH * WINDOW, dtype=int64)
-    window_num_kv_splits: Tensor = computed(window_tile_counts, shape=TOKENS, dtype=int32)
+    window_kv_offsets: Tensor = computed(window_token_lists, shape=BATCH, dtype=int32)
+    window_kv_lens: Tensor = computed(window_token_lists, shape=BATCH, dtype=int32)
+    window_kv_indptr: Tensor = computed(window_token_lists, shape=BATCH + 1, dtype=int32)
+    window_kv_indices: Tensor = computed(window_token_lists, shape=BATCH * WINDOW, dtype=int64)
+    window_num_kv_splits: Tensor = computed(window_token_lists, shape=TOKENS, dtype=int32)
 
 
 def local_lengths(global_seq_lens: Tensor, context_ranks: Tensor, context_rank: Tensor, interleave: Tensor) -> Tensor:

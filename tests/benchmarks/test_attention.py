@@ -13,8 +13,17 @@ from tests.benchmarks.shown import race
 from tests.runners.attention.kinds import with_tokens
 
 PAGE: Final = 16
-SIZES: Final[dict[Any, int]] = {attention.PAGE_SIZE: PAGE, attention.TILE: 512, attention.SM_PARTS: 132}
-KINDS: Final = ("FlashAttention", "FlashInferDecode", "FlexDecode", "TritonDecode", "FlashMLA")
+WINDOW: Final = 1024
+SIZES: Final[dict[Any, int]] = {
+    attention.PAGE_SIZE: PAGE,
+    attention.TILE: 512,
+    attention.SM_PARTS: 132,
+    attention.WINDOW: WINDOW,
+    attention.WINDOW_PAGES: WINDOW // PAGE + 1,
+}
+KINDS: Final = (
+    "FlashAttention", "FlashInferDecode", "FlexDecode", "TritonDecode", "FlashMLA", "FlashInferWindow", "TritonWindow",
+)  # fmt: skip
 
 
 def smallest(view: Any) -> torch.Tensor:
@@ -63,7 +72,7 @@ def test_sets(kind: str, backend: Backend) -> None:
     draw, live = torch.Generator().manual_seed(0), rows - 7
     lens = torch.randint(1, pages * PAGE + 1, (live,), generator=draw)
     table = torch.randint(1, 100_000, (live, pages), generator=draw)
-    batch = {"queries": torch.randn(live, 4), "seq_lens": lens, "page_table": table}
+    batch = {"queries": torch.randn(live, 4), "seq_lens": lens, "page_table": table, "window_page_table": table.flip(1)}
     for made in runners.values():
         made(batch)
     captured = {name: made.graphs.captured[rows, frozenset(), ()] for name, made in runners.items()}

@@ -14,7 +14,7 @@ from slotgraph import BATCH, TOKENS, attention
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.sources import compute_of
-from slotgraph.runners.attention import layouts
+from slotgraph.runners.attention import layouts, parts
 from tests.triton_interpreter import interpreted
 
 KERNEL: Final = "slotgraph.runners.attention.lists_kernel"
@@ -26,8 +26,14 @@ SETS: Final[dict[str, Any]] = {
     "TritonBalanced": layouts.token_lists,
     "FlexDecode": layouts.flex_lists,
     "FlashMLA": layouts.flash_mla_lists,
+    "WindowCache": parts.window_bounds,
+    "FlashInferWindow": parts.window_page_lists,
+    "TritonWindow": parts.window_token_lists,
 }
-UNUSED: Final = ("cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "kv_last_page_len", "num_kv_splits", "num_splits")
+UNUSED: Final = (
+    "cache_seqlens", "cu_seqlens_q", "cu_seqlens_k", "kv_last_page_len", "num_kv_splits", "num_splits",
+    "window_kv_offsets", "window_kv_lens", "window_num_kv_splits",
+)  # fmt: skip
 """Slots that a declaration may drop, and keep the kernel for the others."""
 BLOCK: Final = 8
 """Items that a program writes at a time, fewer than a request has."""
@@ -71,8 +77,17 @@ def test_the_kernel_writes_what_the_functions_return(
         "split_tile_size": torch.tensor([5], dtype=torch.int32, device=device),
         "extend_seq_lens": torch.randint(0, 7, (rows,), generator=seed, dtype=torch.int32).to(device),
     }
+    window = data.draw(st.integers(1, 2 * most))
+    given_["window_size"] = torch.tensor([window], dtype=torch.int32, device=device)
+    given_["window_page_table"] = given_["page_table"].flip(1)
     compute = compute_of(SETS[name])
-    sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page, attention.SM_PARTS: data.draw(st.integers(1, 20))}
+    sizes = {
+        attention.PAGES: columns,
+        attention.PAGE_SIZE: page,
+        attention.SM_PARTS: data.draw(st.integers(1, 20)),
+        attention.WINDOW: window,
+        attention.WINDOW_PAGES: -(-(window - 1) // page) + 1,
+    }
     slots = getattr(attention, name).slotgraph.slots
     dropped = [one for one in UNUSED if one in compute.fills and data.draw(st.booleans())]
     kept = [slot for slot in compute.fills if slot not in dropped]
@@ -112,8 +127,11 @@ def test_lengths_that_are_too_long_are_written_nowhere_else(name: str, device: t
         "page_size": torch.tensor([page], dtype=torch.int32, device=device),
         "split_tile_size": torch.tensor([5], dtype=torch.int32, device=device),
         "extend_seq_lens": torch.ones(rows, dtype=torch.int32, device=device),
+        "window_size": torch.tensor([4], dtype=torch.int32, device=device),
+        "window_page_table": torch.ones(rows, columns, dtype=torch.int32, device=device),
     }
     sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page, attention.SM_PARTS: 7}
+    sizes |= {attention.WINDOW: 4, attention.WINDOW_PAGES: 2}
     whole = torch.full((1 << 16,), -7, dtype=torch.int64, device=device)  # all slots lie in it, with room between
     outs, free = {}, torch.ones(1 << 16, dtype=torch.bool, device=device)
     for number, slot in enumerate(compute.fills):
