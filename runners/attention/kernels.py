@@ -11,6 +11,7 @@ from ...dataflow.axes import BATCH, TOKENS, WIDTH
 from ...dataflow.capabilities import HOST, SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import computed, constant, copied, staged
+from ..standard.counts import STEPS
 from . import layouts
 from .layouts import CHUNK, CHUNKS, PAGE_SIZE, PAGES, POOL, SM_PARTS, TILE
 
@@ -168,6 +169,35 @@ class TritonDecode(PagedCache):
     kv_indices: Tensor = computed(layouts.split_token_lists, shape=BATCH * PAGES * PAGE_SIZE, dtype=int64)
     split_tile_size: Tensor = constant(TILE, shape=1, dtype=int32)
     num_kv_splits: Tensor = computed(layouts.split_token_lists, shape=TOKENS, dtype=int32)
+
+
+class TritonDraft(PagedCache):
+    """Drafting a tree by Triton kernels that split keys and values: lists of each step of one graph, for each branch.
+
+    The layout is that of `generate_draft_decode_kv_indices` (sgl-project/sglang, speculative/spec_utils.py, commit
+    00731f0) for pages of one token. A branch sees the request's tokens and its own drafts so far, that of the step
+    itself included. Its drafts are STEPS tokens of the request's row, behind seq_lens and the branches before it, so
+    page_table has room for all of them. Drafting without branches needs no lists of its own: as many requests are a
+    decode whose seq_lens advance.
+
+    seq_lens: tokens of each request before the drafts; padded rows as in `PagedCache`.
+    kv_indptr: for each step, where each branch's tokens begin in kv_indices, and behind them how many there are.
+    kv_indices: for each step, the places of tokens in the KV cache; no kernel reads those behind the last, which are 0.
+    """
+
+    kv_indptr: Tensor = computed(layouts.draft_offsets, shape=(STEPS, TOKENS + 1), dtype=int32)
+    kv_indices: Tensor = computed(layouts.draft_tokens, shape=(STEPS, TOKENS * PAGES * PAGE_SIZE), dtype=int64)
+
+
+class FlashInferDraft(TritonDraft):
+    """Drafting a tree by FlashInfer's paged attention with pages of one token, as SGLang plans it for each step.
+
+    kv_indices: for each step, the pages; no kernel reads those behind the last, which are 0.
+    kv_last_page_len: a page has one token.
+    """
+
+    kv_indices: Tensor = computed(layouts.draft_tokens, shape=(STEPS, TOKENS * PAGES * PAGE_SIZE), dtype=int32)
+    kv_last_page_len: Tensor = constant(1, shape=TOKENS, dtype=int32)
 
 
 class FusedInferAttention(PagedCache):

@@ -285,6 +285,28 @@ def split_token_lists(
     token_lists(seq_lens, page_table, page_size, lists)
 
 
+def draft_offsets(seq_lens: Tensor, out: Tensor) -> None:
+    """Write, for each step, where each branch's tokens begin: the request's, and one draft more in each step."""
+    steps = out.shape[0]
+    tokens = out.shape[1] - 1
+    cached = seq_lens.repeat_interleave(tokens // (len(seq_lens) or 1))
+    drafts = torch.arange(1, steps + 1, dtype=int32, device=out.device)[:, None]
+    out.copy_(torch.nn.functional.pad((cached + drafts).cumsum(1), (1, 0)))
+
+
+def draft_tokens(page_table: Tensor, kv_indptr: Tensor, seq_lens: Tensor, page_size: Tensor, out: Tensor) -> None:
+    """Write, for each step, the places of each branch's tokens one behind the other, and 0 behind the last."""
+    steps = out.shape[0]
+    branches = (kv_indptr.shape[1] - 1) // (len(seq_lens) or 1) or 1
+    for starts, places in zip(kv_indptr, out, strict=True):
+        in_use, rows, tokens = packed(starts, places.shape[0])
+        requests = rows // branches
+        is_draft = tokens >= seq_lens[requests]
+        tokens = tokens + rows % branches * steps * is_draft
+        found = page_table[requests, tokens // page_size].to(out.dtype) * page_size + tokens % page_size
+        places.copy_(found * in_use)
+
+
 def _flex_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, **pages: Tensor) -> None:
     lists = {
         "full_counts": out["full_kv_num_blocks"],

@@ -3,9 +3,9 @@
 # fmt: off
 from slotgraph import _publish  # noqa: I001 - several names a line
 from slotgraph.runners.attention.kernels import (
-    FlashAttention, FlashAttentionPrefill, FlashInferDecode, FlashInferPrefill, FlashInferVerify, FlashMLA, FlexDecode,
-    FusedInferAttention, LinearAttention, LinearAttentionVerify, PagedCache, PooledCache, SparseIndexer,
-    TritonDecode,
+    FlashAttention, FlashAttentionPrefill, FlashInferDecode, FlashInferDraft, FlashInferPrefill, FlashInferVerify,
+    FlashMLA, FlexDecode, FusedInferAttention, LinearAttention, LinearAttentionVerify, PagedCache, PooledCache,
+    SparseIndexer, TritonDecode, TritonDraft,
 )
 from slotgraph.runners.attention.layouts import CHUNK, CHUNKS, PAGE_SIZE, PAGES, POOL, SM_PARTS, TILE
 from slotgraph.runners.attention.parts import (
@@ -20,10 +20,10 @@ from slotgraph.runners.attention.schedules import (
 __all__ = [
     "CHUNK", "CHUNKS", "CONTEXT_RANK", "CONTEXT_RANKS", "HEAD_BLOCKS", "INTERLEAVE", "MULTIPROCESSORS", "PAGES",
     "PAGE_SIZE", "PLAN_BYTES", "POOL", "SM_PARTS", "SPLITS", "TILE", "WINDOW", "WINDOW_PAGES", "ContextParallel",
-    "FlashAttention", "FlashAttentionPrefill", "FlashInferDecode", "FlashInferPlanned", "FlashInferPrefill",
-    "FlashInferVerify", "FlashInferWindow", "FlashMLA", "FlexDecode", "FusedInferAttention", "LinearAttention",
-    "LinearAttentionVerify", "PagedCache", "PooledCache", "SparseIndexer", "SparseIndexerPrefill",
-    "SparseIndexerSchedule", "TritonBalanced", "TritonDecode", "TritonWindow", "WindowCache",
+    "FlashAttention", "FlashAttentionPrefill", "FlashInferDecode", "FlashInferDraft", "FlashInferPlanned",
+    "FlashInferPrefill", "FlashInferVerify", "FlashInferWindow", "FlashMLA", "FlexDecode", "FusedInferAttention",
+    "LinearAttention", "LinearAttentionVerify", "PagedCache", "PooledCache", "SparseIndexer", "SparseIndexerPrefill",
+    "SparseIndexerSchedule", "TritonBalanced", "TritonDecode", "TritonDraft", "TritonWindow", "WindowCache",
 ]
 # fmt: on
 

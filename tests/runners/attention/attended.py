@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.runners.attention import kinds
-from tests.runners.attention.builders import CHUNK, SPLITS, TILE, WINDOW, Requests
+from tests.runners.attention.builders import CHUNK, SPLITS, STEPS, TILE, WINDOW, Requests
 
 Attention = Callable[[Any, Tensor, int], Tensor]
 
@@ -163,6 +163,17 @@ def triton_decode(view: Any, cache: Tensor, page: int) -> Tensor:
     return (weights[:, :, None] * torch.stack([values for values, _ in parts])).sum(0)
 
 
+def draft(view: Any, cache: Tensor, page: int) -> Tensor:
+    """As kernels read in each step of drafting a tree: each branch by itself; the sum over steps."""
+    del page
+    found = torch.zeros_like(view.queries)
+    rows = torch.arange(view.queries.shape[0], device=cache.device)
+    for starts, places in zip(view.kv_indptr, view.kv_indices, strict=True):
+        in_use, owners, _ = owners_of(starts, places.shape[0])
+        found = found + attend(view.queries, cache[places.long()], in_use & (owners == rows[:, None]))[0]
+    return found
+
+
 def sparse_indexer(view: Any, cache: Tensor, page: int) -> Tensor:
     """As an indexer scores: each query token has a length of its own."""
     places = (view.page_table.long()[:, :, None] * page + torch.arange(page, device=cache.device)).flatten(1)
@@ -243,6 +254,7 @@ def expected_of_states(one: Requests, queries: Tensor, states: Tensor, *, is_pre
 
 ATTENTIONS: Final[dict[str, Attention]] = {
     "FlashInferDecode": flashinfer,
+    "FlashInferDraft": draft,
     "FlashInferVerify": flashinfer,
     "FlashInferPrefill": flashinfer,
     "FlashInferWindow": flashinfer_window,
@@ -257,6 +269,7 @@ ATTENTIONS: Final[dict[str, Attention]] = {
     "SparseIndexerSchedule": sparse_indexer_schedule,
     "TritonBalanced": triton_decode,
     "TritonDecode": triton_decode,
+    "TritonDraft": draft,
     "TritonWindow": triton_window,
     "WindowCache": window_cache,
 }
@@ -266,8 +279,19 @@ def expected(name: str, one: Requests, queries: Tensor, cache: Tensor) -> Tensor
     """Attention of each request by itself, of each query over the tokens before it and its own."""
     if name.startswith("Linear"):
         return expected_of_states(one, queries, cache, is_prefill=name == "LinearAttention")
+    if name.endswith("Draft"):
+        return drafted(one, queries, cache)
     found = attended(one, queries, cache, one.table)
     return found + attended(one, queries, cache, one.window_table, WINDOW) if "Window" in name else found
+
+
+def drafted(one: Requests, queries: Tensor, cache: Tensor) -> Tensor:
+    """Each branch's query over the request's tokens and the branch's drafts so far; the sum over steps."""
+    found, branches = [], [(request, branch) for request, count in enumerate(one.queries) for branch in range(count)]
+    for query, branch in zip(queries, branches, strict=True):
+        steps = [cache[torch.tensor(one.branch_of(*branch, step), device=cache.device)] for step in range(STEPS)]
+        found.append(torch.stack([(query @ seen.T).softmax(0) @ seen for seen in steps]).sum(0))
+    return torch.stack(found)
 
 
 def attended(

@@ -24,6 +24,7 @@ HEADS: Final = 8
 GROUP: Final = 4
 SPLITS: Final = 6
 MULTIPROCESSORS: Final = 11
+STEPS: Final = 2
 Table = Sequence[Sequence[int]]
 
 
@@ -34,6 +35,7 @@ class Requests:
     lens: What attention sees of each request. table: Its row of the page table. queries: Its new tokens.
     states: Where its states are. accepted: How many tokens of the step before were accepted.
     window_table: Its row of the page table of layers with a window.
+    drafts: Its drafts in all steps, behind what is in the cache.
     """
 
     lens: list[int]
@@ -44,6 +46,7 @@ class Requests:
     states: Table = ()
     accepted: Sequence[int] = ()
     window_table: Table = ()
+    drafts: int = 0
     tile: int = TILE
     chunk: int = CHUNK
     chunks: int = CHUNKS
@@ -65,11 +68,21 @@ class Requests:
 
     def pages_of(self, request: int) -> list[int]:
         """The pages that a request uses."""
-        return list(self.table[request][: math.ceil(self.lens[request] / self.page)])
+        return list(self.table[request][: math.ceil((self.lens[request] + self.drafts) / self.page)])
+
+    def place_of(self, request: int, token: int) -> int:
+        """Where one of its tokens is in the cache."""
+        return self.table[request][token // self.page] * self.page + token % self.page
 
     def places_of(self, request: int) -> list[int]:
         """Where each of its tokens is in the cache."""
-        return [self.table[request][t // self.page] * self.page + t % self.page for t in range(self.lens[request])]
+        return [self.place_of(request, token) for token in range(self.lens[request])]
+
+    def branch_of(self, request: int, branch: int, step: int) -> list[int]:
+        """Where the tokens are that a branch sees in a step: the request's, and its own drafts, one for each step."""
+        first = self.lens[request] + branch * STEPS
+        drafts = [self.place_of(request, token) for token in range(first, first + step + 1)]
+        return self.places_of(request) + drafts
 
 
 def starts(counts: Sequence[int]) -> list[int]:
@@ -123,6 +136,22 @@ def triton_decode(one: Requests) -> dict[str, Any]:
         "kv_indices": joined(places, len(one.lens) * one.pages * one.page),
         "num_kv_splits": [math.ceil(length / one.tile) for length in one.lens for _ in range(group)],
     }
+
+
+def draft(one: Requests) -> dict[str, Any]:
+    """SGLang's generate_draft_decode_kv_indices, whose last page has one token."""
+    offsets, indices = [], []
+    for step in range(STEPS):
+        branches = [(request, branch) for request, count in enumerate(one.queries) for branch in range(count)]
+        rows = [one.branch_of(*branch, step) for branch in branches]
+        offsets.append(starts([len(row) for row in rows]))
+        indices.append(joined(rows, len(branches) * one.pages * one.page))
+    return {"kv_indptr": offsets, "kv_indices": indices}
+
+
+def flashinfer_draft(one: Requests) -> dict[str, Any]:
+    """The same, and that each page has one token."""
+    return {**draft(one), "kv_last_page_len": [1] * sum(one.queries)}
 
 
 def flex_decode(one: Requests) -> dict[str, Any]:
@@ -297,6 +326,7 @@ def sparse_indexer_schedule(one: Requests) -> dict[str, Any]:
 BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
     "ContextParallel": context_parallel,
     "FlashInferDecode": flashinfer,
+    "FlashInferDraft": flashinfer_draft,
     "FlashInferVerify": flashinfer_queries,
     "FlashInferPrefill": flashinfer_queries,
     "FlashInferWindow": flashinfer_window,
@@ -312,6 +342,7 @@ BUILDERS: Final[dict[str, Callable[[Requests], dict[str, Any]]]] = {
     "SparseIndexerSchedule": sparse_indexer_schedule,
     "TritonBalanced": triton_balanced,
     "TritonDecode": triton_decode,
+    "TritonDraft": draft,
     "TritonWindow": triton_window,
     "WindowCache": window_cache,
 }

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, InputBuffers, Inputs, attention, copied
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, DecodeRunner, InputBuffers, Inputs, attention, copied, standard
 from slotgraph.backends import Backend
 from slotgraph.speculative import WIDTH
 from tests.runners.attention import builders
@@ -65,6 +65,7 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
         attention.HEAD_BLOCKS: math.ceil(builders.HEADS / builders.GROUP),
         attention.SPLITS: builders.SPLITS,
         attention.MULTIPROCESSORS: builders.MULTIPROCESSORS,
+        standard.STEPS: builders.STEPS,
     }
     return {axis: size for axis, size in known.items() if axis in inputs.slotgraph.axes}
 
@@ -89,7 +90,8 @@ def buffers_of(name: str, backend: Backend, page: int, width: int) -> InputBuffe
 
 def random_requests(draw: random.Random, name: str, page: int, width: int, rows: int, least: int = 0) -> Requests:
     """Requests with pages of their own, never page 0, of any length from the least to what fits."""
-    most = PAGES * page
+    drafts = width * builders.STEPS if name.endswith("Draft") else 0
+    most = PAGES * page - drafts
     lens = [max(least, draw.choice([0, 1, page, most, draw.randint(1, most)])) for _ in range(rows)]
     pages = draw.sample(range(1, 1 + rows * PAGES), rows * PAGES)
     table = [pages[i * PAGES : (i + 1) * PAGES] for i in range(rows)]
@@ -99,7 +101,7 @@ def random_requests(draw: random.Random, name: str, page: int, width: int, rows:
     windows = [row[::-1] for row in table]
     return Requests(
         lens=lens, table=table, queries=queries, page=page, pages=PAGES, states=states, accepted=accepted,
-        window_table=windows,
+        window_table=windows, drafts=drafts,
     )  # fmt: skip
 
 
@@ -136,6 +138,7 @@ def padded(one: Requests, name: str, width: int, rows: int, backend: Backend) ->
         states=[*one.states, *[[-1] * width] * more],
         accepted=[*one.accepted, *[1] * more],
         window_table=[*one.window_table, *[[0] * PAGES] * more],
+        drafts=one.drafts,
     )
 
 

@@ -26,7 +26,7 @@ from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.engine.compiled import AS_ONE
 from slotgraph.speculative import WIDTH
 from tests.runners.attention import kinds
-from tests.runners.attention.builders import BUILDERS, Requests, flashinfer, mla_schedule
+from tests.runners.attention.builders import BUILDERS, STEPS, Requests, flashinfer, mla_schedule
 
 EVEN = [name for name in BUILDERS if not kinds.is_ragged(name) and name != "FusedInferAttention"]
 FILLED = [name for name in BUILDERS if name not in EVEN]
@@ -90,6 +90,7 @@ def test_filled_slots_are_the_builders(name: str, page: int, batches: int, backe
         (standard.DecodeInputs, attention.TritonBalanced, standard.SlidingWindow),
         (standard.BreakableInputs, attention.SparseIndexerPrefill, standard.LoraPrefill),
         (standard.TargetVerifyInputs, attention.SparseIndexerSchedule, attention.FlashMLA),
+        (standard.DraftInputs, attention.FlashInferDraft),
     ],
 )
 def test_they_mix_with_standard_declarations(bases: tuple[type[Inputs], ...]) -> None:
@@ -134,7 +135,9 @@ def test_a_step_of_no_requests_has_empty_sets(name: str) -> None:
     view = runner(none)
     made = BUILDERS[name](kinds.random_requests(random.Random(1), name, 4, 1, 1))
     for slot in set(made) - {"chunk_indices", "schedule_metadata"}:
-        assert getattr(view, slot).tolist() in ([], [0]), slot
+        found = getattr(view, slot)
+        assert not found.any(), slot
+        assert found.numel() in {0, 1, STEPS}, slot
 
 
 HALVES = ((0, 3), (3, 8))
