@@ -62,7 +62,8 @@ def add_options(parser: argparse.ArgumentParser, defaults: Any, rows: Iterable[t
     for name, kind, text in rows:
         default = getattr(defaults, name.replace("-", "_"))
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="X", help=f"{text} (default: {shown})")
+        metavar = {str: "NAME", counts: "N,N,.."}.get(kind, "N")
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
 
 
 def _option(default: Any, text: str, **parser: Any) -> Any:

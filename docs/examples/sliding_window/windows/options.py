@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from serving.options import count, counts
+from serving.options import add_options, count, counts
 
 DESCRIPTION = """\
 Serve a model with sliding-window layers by continuous batching, and prove that
@@ -40,19 +40,15 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     parser = argparse.ArgumentParser(
         prog="sliding_window", description=DESCRIPTION, epilog=EPILOGUE, formatter_class=shape
     )
-    none = Options()
-    where = "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"
-    parser.add_argument("--backend", default=none.backend, help=f"{where} (default: {none.backend})")
-    for name, kind, text in (
+    rows = (
+        ("backend", str, "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
         ("requests", count, "how many there are"),
         ("max-new-tokens", count, "tokens a request gets at most"),
         ("window", _window, "tokens that a layer with a window sees, the newest among them"),
+        ("buckets", counts, "batch sizes to capture; the largest is how many may run"),
         ("seed", int, "seed of the weights and of the arrivals"),
-    ):
-        default = getattr(none, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
-    sizes = "batch sizes to capture; the largest is how many may run (default: 1,2,4,8)"
-    parser.add_argument("--buckets", type=counts, default=none.buckets, metavar="N,N,..", help=sizes)
+    )
+    add_options(parser, Options(), rows)
     slow = "give the window pool no places, so that each of its layers looks them up"
     parser.add_argument("--translate", action="store_true", help=slow)
     return Options(**vars(parser.parse_args(argv)))

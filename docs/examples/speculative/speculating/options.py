@@ -1,12 +1,11 @@
-"""The command line: one attrs field an option, from which the parser is made."""
+"""The command line."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 
-from serving.options import RANDOM, OptionsError, count, counts
+from serving.options import RANDOM, OptionsError, add_options, count, counts
 
 DESCRIPTION = """\
 Decode by speculation, and prove that it changes nothing.
@@ -22,61 +21,24 @@ prompt alone with the target.
 EPILOGUE = "exit status: 0 all tokens are equal, 1 one differs, 2 it cannot be run"
 
 
-def _says(text: str, **parser: Any) -> Mapping[str, Any]:
-    """An option's help, and what argparse must know of it."""
-    return {"help": text, **parser}
-
-
 @attrs.frozen(kw_only=True)
 class Options:
     """What one run is asked to do; every field is a command-line option of the same name."""
 
-    model: str = attrs.field(
-        default=RANDOM,
-        metadata=_says(
-            "the target: random (a seeded Llama, with a draft model), or with prompt lookup smollm2 "
-            "(SmolLM2-135M-Instruct), a folder of a Llama-like checkpoint, or a name on the hub",
-            metavar="NAME",
-        ),
-    )
-    lookup: bool = attrs.field(
-        default=False, metadata=_says("draft by prompt lookup with --model random, too", action="store_true")
-    )
-    backend: str = attrs.field(
-        default="cpu-capture",
-        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
-    )
-    one_launch: bool = attrs.field(
-        default=False,
-        metadata=_says("draft, verify and extend in one launch, ahead of what the host reads", action="store_true"),
-    )
-    ahead: int = attrs.field(
-        default=1, metadata=_says("launches beyond the one that is read, with --one-launch", type=int, metavar="N")
-    )
-    chunk: int = attrs.field(
-        default=1, metadata=_says("cycles of one launch, with --one-launch", type=count, metavar="N")
-    )
-    topk: int = attrs.field(
-        default=3, metadata=_says("branches that a draft step goes on from", type=count, metavar="N")
-    )
-    steps: int = attrs.field(default=4, metadata=_says("the depth of a draft's tree", type=count, metavar="N"))
-    draft_tokens: int = attrs.field(
-        default=10, metadata=_says("nodes of a tree that are verified, its root among them", type=count, metavar="N")
-    )
-    requests: int = attrs.field(default=12, metadata=_says("how many there are", type=count, metavar="N"))
-    max_new_tokens: int = attrs.field(
-        default=48, metadata=_says("tokens that a request gets at most", type=count, metavar="N")
-    )
-    buckets: tuple[int, ...] = attrs.field(
-        default=(1, 2, 4, 6),
-        metadata=_says(
-            "batch sizes to capture; the largest is how many requests may run", type=counts, metavar="N,N,.."
-        ),
-    )
-    seed: int = attrs.field(default=0, metadata=_says("seed of the weights and of the requests", type=int, metavar="N"))
-    time: bool = attrs.field(
-        default=False, metadata=_says("say what the inputs of a cycle take on the host", action="store_true")
-    )
+    model: str = RANDOM
+    lookup: bool = False
+    backend: str = "cpu-capture"
+    one_launch: bool = False
+    ahead: int = 1
+    chunk: int = 1
+    topk: int = 3
+    steps: int = 4
+    draft_tokens: int = 10
+    requests: int = 12
+    max_new_tokens: int = 48
+    buckets: tuple[int, ...] = (1, 2, 4, 6)
+    seed: int = 0
+    time: bool = False
 
     def __attrs_post_init__(self) -> None:
         """Refuse a tree that no draft fills, and options that are of no use."""
@@ -99,20 +61,34 @@ class Options:
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """Options from a command line, the process's own if none is given; exits with status 2 where one is wrong."""
+    """Return options from a command line, the process's own if none is given; exit with status 2 where one is wrong."""
+    shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="speculative",
-        description=DESCRIPTION,
-        epilog=EPILOGUE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="speculative", description=DESCRIPTION, epilog=EPILOGUE, formatter_class=shape
     )
-    for field in attrs.fields(Options):
-        _add(parser, field)
+    model = (
+        "the target: random (a seeded Llama, with a draft model), or with prompt lookup smollm2 "
+        "(SmolLM2-135M-Instruct), a folder of a Llama-like checkpoint, or a name on the hub"
+    )
+    rows = (
+        ("model", str, model),
+        ("backend", str, "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
+        ("ahead", int, "launches beyond the one that is read, with --one-launch"),
+        ("chunk", count, "cycles of one launch, with --one-launch"),
+        ("topk", count, "branches that a draft step goes on from"),
+        ("steps", count, "the depth of a draft's tree"),
+        ("draft-tokens", count, "nodes of a tree that are verified, its root among them"),
+        ("requests", count, "how many there are"),
+        ("max-new-tokens", count, "tokens that a request gets at most"),
+        ("buckets", counts, "batch sizes to capture; the largest is how many requests may run"),
+        ("seed", int, "seed of the weights and of the requests"),
+    )
+    add_options(parser, Options(), rows)
+    flags = {
+        "--lookup": "draft by prompt lookup with --model random, too",
+        "--one-launch": "draft, verify and extend in one launch, ahead of what the host reads",
+        "--time": "say what the inputs of a cycle take on the host",
+    }
+    for flag, text in flags.items():
+        parser.add_argument(flag, action="store_true", help=text)
     return Options(**vars(parser.parse_args(argv)))
-
-
-def _add(parser: argparse.ArgumentParser, field: "attrs.Attribute[Any]") -> None:
-    details, default = dict(field.metadata), field.default
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    details["help"] += "" if default is False else f" (default: {shown})"
-    parser.add_argument("--" + field.name.replace("_", "-"), default=default, **details)

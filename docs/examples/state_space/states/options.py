@@ -1,12 +1,11 @@
-"""The command line: one attrs field an option, from which the parser is made."""
+"""The command line."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 
-from serving.options import count, counts
+from serving.options import add_options, count, counts
 from states.models import FAMILIES
 
 DESCRIPTION = """\
@@ -23,50 +22,32 @@ then compared with what transformers' own generate() makes of each prompt alone.
 EPILOGUE = "exit status: 0 all is equal, 1 a token or a logit differs, 2 it cannot be run"
 
 
-def _says(text: str, **parser: Any) -> Mapping[str, Any]:
-    """An option's help, and what argparse must know of it."""
-    return {"help": text, **parser}
-
-
 @attrs.frozen(kw_only=True)
 class Options:
     """What one run is asked to do; every field is a command-line option of the same name."""
 
-    model: str = attrs.field(
-        default="bamba", metadata=_says("family of the small seeded model", choices=tuple(FAMILIES))
-    )
-    backend: str = attrs.field(
-        default="cpu-capture",
-        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
-    )
-    requests: int = attrs.field(default=12, metadata=_says("how many there are", type=count, metavar="N"))
-    max_new_tokens: int = attrs.field(
-        default=48, metadata=_says("tokens that a request gets at most", type=count, metavar="N")
-    )
-    buckets: tuple[int, ...] = attrs.field(
-        default=(1, 2, 4, 8),
-        metadata=_says(
-            "batch sizes to capture; the largest is how many requests may run", type=counts, metavar="N,N,.."
-        ),
-    )
-    seed: int = attrs.field(default=0, metadata=_says("seed of the weights and of the requests", type=int, metavar="N"))
+    model: str = "bamba"
+    backend: str = "cpu-capture"
+    requests: int = 12
+    max_new_tokens: int = 48
+    buckets: tuple[int, ...] = (1, 2, 4, 8)
+    seed: int = 0
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
-    """Options from a command line, the process's own if none is given; exits with status 2 where one is wrong."""
+    """Return options from a command line, the process's own if none is given; exit with status 2 where one is wrong."""
+    shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="state_space",
-        description=DESCRIPTION,
-        epilog=EPILOGUE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="state_space", description=DESCRIPTION, epilog=EPILOGUE, formatter_class=shape
     )
-    for field in attrs.fields(Options):
-        _add(parser, field)
+    text = "family of the small seeded model (default: bamba)"
+    parser.add_argument("--model", choices=tuple(FAMILIES), default="bamba", help=text)
+    rows = (
+        ("backend", str, "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
+        ("requests", count, "how many there are"),
+        ("max-new-tokens", count, "tokens that a request gets at most"),
+        ("buckets", counts, "batch sizes to capture; the largest is how many requests may run"),
+        ("seed", int, "seed of the weights and of the requests"),
+    )
+    add_options(parser, Options(), rows)
     return Options(**vars(parser.parse_args(argv)))
-
-
-def _add(parser: argparse.ArgumentParser, field: "attrs.Attribute[Any]") -> None:
-    details, default = dict(field.metadata), field.default
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
-    details["help"] += f" (default: {shown})"
-    parser.add_argument("--" + field.name.replace("_", "-"), default=default, **details)
