@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -98,6 +99,15 @@ class ByHand:
                 yield self.hosts[1 - turn].tolist()
             number += 1
 
+    def device_time(self, chunk: int) -> float:
+        """Return microseconds of a step if one replay follows the other, and nobody reads."""
+        self.backend.synchronize()
+        start = time.perf_counter()
+        for number in range(STEPS // chunk):
+            self.graphs[number % 2].replay()
+        self.backend.synchronize()
+        return 1e6 * (time.perf_counter() - start) / STEPS
+
     def tokens(self) -> Iterator[list[tuple[int, int]]]:
         """Hand out keys and tokens step by step."""
         for launch in self.launches():
@@ -141,7 +151,7 @@ def test_several_steps_in_one_launch(backend: Backend, device_time: str, rows: i
         wait(*given, **named)
         waits[0] += time.perf_counter() - start
 
-    whole, host = dict[str, list[float]](), dict[str, list[float]]()
+    whole, host, device = dict[str, list[float]](), dict[str, list[float]](), dict[str, list[float]]()
     with mock.patch.object(runner.coordinator, "wait", timed_wait):
         for _ in range(2 if is_host else ROUNDS):
             for chunk, hand in hands.items():
@@ -151,12 +161,20 @@ def test_several_steps_in_one_launch(backend: Backend, device_time: str, rows: i
                 for name, (us, of_host) in ((f"steps, chunk={chunk}", own), (f"by hand, {chunk} steps", other)):
                     whole.setdefault(name, []).append(us)
                     host.setdefault(name, []).append(of_host)
+                    device.setdefault(name, []).append(hand.device_time(chunk))
     first = [next(step_of).tokens() for step_of in [runner.steps(batch, chunk=8)] for _ in range(9)]
     tokens = hands[8].tokens()
     assert first == [next(tokens) for _ in range(9)]
     title = f"{device_time}, {rows} requests"
     show(f"{title}: a step", whole)
     show(f"{title}: a step, on the host", host)
+    if is_host:
+        return
+    idle = []
+    for name, times in whole.items():
+        share = 1 - statistics.median(device[name]) / statistics.median(times)
+        idle.append({"way": name, "the device is idle": f"{max(0, share):.1%}"})
+    Console(width=110).print(f"\n{Table(title, idle).lines(110)}", highlight=False, markup=False)
 
 
 @pytest.mark.slow
