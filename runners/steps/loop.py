@@ -226,7 +226,7 @@ class LaunchedStep(Generic[Out]):
         self._loop.append(keys, slots)
 
     def hold(self, why: str) -> None:
-        """Launch no further step until all launched ones were handed out, because a request needs their results.
+        """Launch no further step until all launched ones were handed out, and then one, since a request needs results.
 
         Args:
             why: The reason, which statistics count, such as "grammar".
@@ -332,7 +332,7 @@ class StepLoop(Generic[V, Out]):
 
     def _steps(self) -> Iterator[LaunchedStep[Out] | None]:
         """Yield None, and then the steps in order. Others are launched meanwhile."""
-        waiting = collections.deque[LaunchedStep[Out]]()
+        waiting = collections.deque[list[LaunchedStep[Out]]]()  # of each launch
         counts = self._runner.tally.ahead
         others = not self._runner.coordinator.quiet  # other ranks may have requests when this rank has none
         try:
@@ -340,8 +340,9 @@ class StepLoop(Generic[V, Out]):
                 yield None
                 while self._since or waiting or others:
                     held = self._hold_reason or self._chain.hold_reason
-                    self._hold_reason = ""
-                    last = waiting[0].launch if waiting else self.launches
+                    if not waiting:
+                        self._hold_reason = ""
+                    last = waiting[0][0].launch if waiting else self.launches
                     if not held:
                         last += self._ahead
                     while (self._since or others) and self.launches <= last:
@@ -350,16 +351,16 @@ class StepLoop(Generic[V, Out]):
                             launch = profiler.record_function("slotgraph:step")(launch)
                         steps = launch(
                             1 if held else self._next_count(),
-                            idle=not self._since and not any(one.keys for one in waiting),
+                            idle=not self._since and not any(one.keys for launched in waiting for one in launched),
                         )
                         if not steps:
                             return
-                        waiting.extend(steps)
+                        waiting.append(steps)
                         counts[f"held: {held}" if held else "ahead"] += len(steps)
-                    step = waiting.popleft()
-                    if self._ended:
-                        self._forget_ended()
-                    yield step
+                    for step in waiting.popleft():
+                        if self._ended:
+                            self._forget_ended()
+                        yield step
         finally:  # keep memory that a kernel may still write
             self._has_ended = True
             unread = [launch for launch in self._ring if launch is not None and not launch.is_ready]

@@ -244,6 +244,18 @@ def test_holding_launches_single_steps(backend: Backend) -> None:
     assert runner.stats()["ahead"]["held: grammar"] == 3
 
 
+def test_a_hold_in_the_middle_of_a_chunk_holds_the_next_launch(backend: Backend) -> None:
+    """It is said once, and lasts until all launched steps were handed out."""
+    lands = list[int]()
+    for step in runner_of(backend).steps(two(), chunk=4, ahead=1):
+        lands.append(step.lands)
+        if step.number == 2:
+            step.hold("grammar")
+        if step.number == 10:
+            break
+    assert lands == [5, *[9] * 8, 10, 18]
+
+
 def test_watched_steps_and_other_lowerings_run_one_by_one() -> None:
     """As without chunks, with the same tokens."""
     ways: list[dict[str, Any]] = [{"lowering": "fused"}, {"lowering": "slot_by_slot"}, {"debug": True}]

@@ -63,6 +63,20 @@ def test_a_held_step_waits_for_the_host(cpu: str) -> None:
     assert runner.stats()["ahead"] == {"ahead": 7, "held: grammar": 2}
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_one_hold_lasts_until_all_launched_steps_were_handed_out(cpu: str, ahead: int) -> None:
+    """Then one step is launched alone, and the loop goes on."""
+    lands = list[int]()
+    for step in counting(cpu).steps(batch(1), ahead=ahead):
+        lands.append(step.lands)
+        if step.number == 2:
+            step.hold("grammar")
+        if step.number == 2 + ahead + 2:
+            break
+    launched = 2 + ahead + 1
+    assert lands[2:] == [launched] * (ahead + 1) + [launched + 1, launched + 2 + ahead]
+
+
 def test_outputs_last_until_the_ring_is_round(cpu: str) -> None:
     """A step's host memory is used again `ahead` + 2 steps later."""
     steps = counting(cpu).steps(batch(1, 2), ahead=1)
