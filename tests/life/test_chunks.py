@@ -281,8 +281,8 @@ class Schedule:
             rows["pages"] = torch.tensor([self.pages(key) for key in keys], device=self.game.device)
         return keys, rows
 
-    def invent(self, step: LaunchedStep) -> bool:
-        """Draw acts for the step that an act made now reaches, and do them. Return whether the loop is held."""
+    def invent(self, step: LaunchedStep) -> None:
+        """Draw acts for the step that an act made now reaches, and do them."""
         draw, found = self.draw, list[Act]()
         if draw.random() < 0.3:
             gone = draw.sample(self.live, draw.randrange(1 if len(self.live) > 1 else 0, len(self.live) + 1))
@@ -303,10 +303,8 @@ class Schedule:
         for act in found:
             act(step)
         self.acts.setdefault(step.lands, []).extend(found)
-        is_held = draw.random() < 0.1
-        if is_held:
+        if draw.random() < 0.1:
             step.hold("game")
-        return is_held
 
     def repeat(self, step: LaunchedStep) -> None:
         """Do the acts for the step that an act made now reaches."""
@@ -334,7 +332,7 @@ def run(schedule: Schedule, act: Act, steps: int, *, ahead: int, **options: Any)
     needs = ["positions", "pages"] if game.ragged else ["positions"]
     loop = game.runner.steps(rows, keys=keys, needs=needs, ahead=ahead, **options)
     step: Any = None
-    lands, told_of, was_held, pages = 0, 0, False, dict[Any, int]()
+    lands, told_of, pages = 0, 0, dict[Any, int]()
     needed, reserved = dict[Hashable, int](), dict[Hashable, int]()
     for step in loop:
         if step.lands > lands:
@@ -342,14 +340,13 @@ def run(schedule: Schedule, act: Act, steps: int, *, ahead: int, **options: Any)
         told.note(step)
         if step.number + 1 >= steps:
             break
-        is_held = False
         if step.lands > told_of:
             told_of = step.lands
-            is_held = bool(act(step))
-        launches = ahead + 1 if was_held else 1  # so many may follow at once
+            act(step)
+        launches = ahead + 1 if step.lands == step.number + 1 else 1  # so many may follow at once
         if game.ragged:
             reserve(step, schedule, pages, launches)
-        was_held, needed = is_held, step.needs("positions", steps=launches)
+        needed = step.needs("positions", steps=launches)
     told.look(game, step, reserved)
     return told
 
