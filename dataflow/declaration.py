@@ -334,9 +334,9 @@ def _function_faults(
     if compute.fills:
         alike = {other for other, its in made.slots.items() if its.computes() == compute}
         if wrong := alike.symmetric_difference(compute.fills).difference(dropped):
-            others = [its for other in wrong if other in made.slots and (its := made.slots[other].computes())]
+            others = [made.slots[other].computes() for other in wrong if other in made.slots]
             each = f"compute each of them by it, and no other slot, see {', '.join(sorted(wrong))}"
-            if any(its.function is compute.function for its in others):
+            if any(its and its != compute and attrs.evolve(its, again=compute.again) == compute for its in others):
                 each = f"give them one again=, see {', '.join(sorted(wrong))}"
             yield f"one call of {compute.name} fills {', '.join(compute.fills)}: {each}"
 

@@ -311,12 +311,16 @@ def fills(*slots: str, kernel: Callable[..., object] | None = None) -> Callable[
             kernel; otherwise, and everywhere else, the function runs.
 
     Raises:
-        TypeError: The names are not at least two texts, all different.
+        TypeError: The names are not at least two texts, all different, or the kernel or what is marked is no function.
     """
     if not len(slots) == len({name for name in slots if isinstance(name, str)}) > 1:
         raise TypeError(f"@fills takes the names of two slots or more, all different, got {slots!r:.80}")
+    if kernel is not None and not callable(kernel):
+        raise TypeError(f"kernel= of @fills takes a function that launches it, got {kernel!r:.80}")
 
     def mark(function: F) -> F:
+        if not callable(function):
+            raise TypeError(f"@fills marks a function, got {function!r:.80}")
         setattr(function, _FILLS, slots)
         setattr(function, _KERNEL, kernel)
         return function
