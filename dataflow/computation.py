@@ -113,6 +113,11 @@ class LastRun:
     ran: int = 0
     kept: int = 0
 
+    @property
+    def told(self) -> Compute:
+        """What tells other slots that the same call fills whether it must run again: this one's runs."""
+        return Compute(lambda: b"%d" % self.ran, (), writes_out=False)
+
 
 @attrs.frozen
 class ResultTail:
@@ -261,7 +266,7 @@ class Computation:
             said = again.value(batch, step)
             contents = said if isinstance(said, bytes) else b""
             seen = step, contents
-            if seen == last.seen and (contents or not said):
+            if seen == last.seen and (contents or not again.truth(said)):
                 last.kept += 1
                 return
             last.seen = None
@@ -295,6 +300,13 @@ class Computation:
             if now != self.versions:
                 self._refuse_writes(now)
         return value
+
+    def truth(self, value: Any) -> bool:
+        """Return whether a value counts as true. Raise ComputeError if it does not say so."""
+        try:
+            return bool(value)
+        except (ValueError, RuntimeError) as error:  # of an array or a tensor with several elements
+            blame(self.slot, self.compute.function, error)
 
     def pad(self, step: Any) -> None:
         """Write the tail behind the result, if there is one. step: The sizes, for a function on the host."""

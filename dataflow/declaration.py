@@ -334,7 +334,10 @@ def _function_faults(
     if compute.fills:
         alike = {other for other, its in made.slots.items() if its.computes() == compute}
         if wrong := alike.symmetric_difference(compute.fills).difference(dropped):
+            others = [made.slots[other].computes() for other in wrong if other in made.slots]
             each = f"compute each of them by it, and no other slot, see {', '.join(sorted(wrong))}"
+            if any(its and its != compute and attrs.evolve(its, again=compute.again) == compute for its in others):
+                each = f"give them one again=, see {', '.join(sorted(wrong))}"
             yield f"one call of {compute.name} fills {', '.join(compute.fills)}: {each}"
 
 

@@ -311,12 +311,16 @@ def fills(*slots: str, kernel: Callable[..., object] | None = None) -> Callable[
             kernel; otherwise, and everywhere else, the function runs.
 
     Raises:
-        TypeError: The names are not at least two texts, all different.
+        TypeError: The names are not at least two texts, all different, or the kernel or what is marked is no function.
     """
     if not len(slots) == len({name for name in slots if isinstance(name, str)}) > 1:
         raise TypeError(f"@fills takes the names of two slots or more, all different, got {slots!r:.80}")
+    if kernel is not None and not callable(kernel):
+        raise TypeError(f"kernel= of @fills takes a function that launches it, got {kernel!r:.80}")
 
     def mark(function: F) -> F:
+        if not callable(function):
+            raise TypeError(f"@fills marks a function, got {function!r:.80}")
         setattr(function, _FILLS, slots)
         setattr(function, _KERNEL, kernel)
         return function
@@ -349,9 +353,13 @@ def one_value(function: Callable[..., Any]) -> Compute:
     return made
 
 
-def again_of(value: tuple[str, ...] | Callable[..., Any]) -> Compute:
+def again_of(value: Any) -> Compute:
     """Convert a tuple of names, or a function that returns a bool, to `Compute.again`. Raise TypeError for others."""
-    return Compute(changed, value, writes_out=False) if isinstance(value, tuple) else one_value(value)
+    if isinstance(value, tuple) and all(isinstance(name, str) for name in value):
+        return Compute(changed, value, writes_out=False)
+    if not (callable(value) or isinstance(value, Compute)):
+        raise TypeError("give a tuple of names of slots and fields, such as ('kv_lens',), or a function")
+    return one_value(value)
 
 
 def changed(**values: Any) -> bytes:
@@ -360,7 +368,11 @@ def changed(**values: Any) -> bytes:
     for one in values.values():
         is_tensor = isinstance(one, torch.Tensor)  # NumPy has no bfloat16, but all dtypes have bytes
         found.append((tuple(one.shape), one.flatten().contiguous().view(torch.uint8).numpy()) if is_tensor else one)
-    return pickle.dumps(found)
+    try:
+        return pickle.dumps(found)
+    except Exception as error:
+        what = f"again= names {', '.join(values)}, and cannot compare them: {error}"
+        raise TypeError(f"{what}; name fields of plain values, or give a function that says whether it runs") from error
 
 
 def parameters_of(function: Callable[..., Any]) -> Collection[inspect.Parameter]:

@@ -137,9 +137,11 @@ def _check_slots(declaration: Declaration) -> None:
     """Raise ConfigError if a slot that the draft reads or writes is of another kind."""
     slots = declaration.slots
     for name in ("topk_p", "topk_index"):
-        if name not in slots or slots[name].shape != (Dim.of(BATCH), Dim.of(TOPK)):
+        slot = slots.get(name)
+        if slot is None or slot.optional or slot.shape != (Dim.of(BATCH), Dim.of(TOPK)):
             raise ConfigError(
-                f"{declaration.name} needs a slot {name!r} of shape [BATCH, TOPK]: the draft's tree begins with it"
+                f"{declaration.name} needs a slot {name!r} of shape [BATCH, TOPK], which every batch has: the draft's "
+                "tree begins with it"
             )
     if _IDS in slots and not slots[_IDS].rewritten:
         raise ConfigError(f"slot {_IDS!r}: the draft writes it in each step: declare it with staged(), or leave it out")

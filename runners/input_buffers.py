@@ -12,7 +12,7 @@ from ..backends.base import Backend, Graph
 from ..dataflow.axes import BATCH, TOKENS, Axis, Live, Sizes
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import AUTO, LoweringName
-from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, did_you_mean
+from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError, ReplayError, did_you_mean
 from ..dataflow.fill.bucket import Bucket, run_all
 from ..dataflow.fill.kinds import KindTable
 from ..dataflow.inputs import V
@@ -20,11 +20,20 @@ from ..dataflow.plan import NONE, Absent, FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE, Side
 from ..dataflow.views import Viewer
-from .engine.config import Buckets, RunnerConfig, check_step, checked, checked_keys, checked_sizes
+from .engine.config import (
+    Buckets,
+    RunnerConfig,
+    check_step,
+    checked,
+    checked_keys,
+    checked_sizes,
+    is_collection,
+    refuse,
+)
 from .engine.current import StepLock
 from .engine.graphs import Captured, Filler, Filling, GraphSet, Key, ReadBatch, Reader
 from .engine.hooks import Coordinator, Loop
-from .engine.outputs import check_output_rows
+from .engine.outputs import check_output_rows, cut_rows
 from .engine.routes import EagerRoutes, GraphRoute, Route
 from .engine.runner import Runner
 from .engine.stage import NO_BINDINGS, NO_SIZES, Stage
@@ -257,6 +266,8 @@ class InputBuffers(Generic[V]):
             ConfigError: No slot advances, rows of a slot do not belong to requests, or an argument does not fit.
             BatchError: The batch does not fit, or has too many requests.
         """
+        if not is_collection(padded):
+            refuse("padded", "a list of padded sizes, such as [{BATCH: 1, TOKENS: 1}]", padded)
         graphs = OwnGraphs(self._layer, [self.at(sizes) for sizes in padded], launch, batch, output_rows)
         chain = Chain(graphs, batch, graphs.buckets, (), Loop(), (1,))
         return iter(StepLoop(graphs, chain, batch, keys, ahead, read, needs))
@@ -565,21 +576,53 @@ class OwnGraph(Graph):
         absent: The optional slots that its batches lack.
         launch: Launches the graph for the view that it gets, and returns the outputs.
         view: The view.
+        rows: The rows that each output has, or None if outputs are whole.
     """
 
     bucket: BucketBuffers[Any]
     absent: Absent
     launch: Callable[[Any], Any]
     view: Any
+    rows: int | None
     outputs: Any = None
 
     def replay(self) -> None:
-        """Launch it. It counts as recorded as long as it has always returned one and the same tensor."""
+        """Launch it. It counts as recorded as long as it has always returned one and the same tensor.
+
+        Raise ReplayError if outputs have another number of rows.
+        """
         self.bucket.compute_before_graph(self.absent)
         before = self.outputs
-        self.outputs = self.launch(self.view)
-        is_same = isinstance(self.outputs, torch.Tensor) and (before is None or self.outputs is before)
-        self.is_recorded = self.is_recorded and is_same
+        outputs = self.launch(self.view)
+        is_same = isinstance(outputs, torch.Tensor) and outputs is before
+        if not is_same and self.rows is not None:
+            cut_rows(outputs, self.rows, "padded row of its view", error=ReplayError)
+        self.outputs = outputs
+        self.is_recorded = self.is_recorded and (is_same or (before is None and isinstance(outputs, torch.Tensor)))
+
+
+def _by_requests(filled: Iterable[BucketBuffers[Any]]) -> tuple[dict[int, BucketBuffers[Any]], int]:
+    """Return buckets by their number of requests, and how many tokens a request has: what the largest has room for.
+
+    Raise ConfigError if a bucket has no room for the tokens of its requests.
+    """
+    found = dict[int, BucketBuffers[Any]]()
+    for one in filled:
+        rows = one.sizes.get(BATCH, one.sizes.get(TOKENS, 0))
+        if found.setdefault(rows, one) is not one:
+            raise ConfigError(f"padded= has two padded sizes for {rows} requests, {one} and {found[rows]}: give one")
+    if not found or 0 in found:
+        refuse("padded", "padded sizes of at least one request, such as [{BATCH: 1, TOKENS: 1}]", list(found.values()))
+    most = max(found)
+    width = max(found[most].sizes.get(TOKENS, most) // most, 1)
+    for rows, one in found.items():
+        tokens = one.sizes.get(TOKENS, rows)
+        if tokens < rows * width:
+            raise ConfigError(
+                f"padded= has {tokens} tokens for {rows} requests, and needs {rows * width}: a request has {width} "
+                f"tokens, as the largest padded sizes say"
+            )
+    return found, width
 
 
 @final
@@ -605,12 +648,11 @@ class OwnGraphs(Runner[V, Any]):
         stage = layer.stage
         filler = layer.filler
         absent = stage.absent(batch, NO_SIDE)
-        by_rows = {one.sizes.get(BATCH, one.sizes.get(TOKENS, 0)): one for one in filled}
+        by_rows, width = _by_requests(filled)
         self.buckets = Buckets(tuple(by_rows))
         rows = self.buckets.largest
         largest = {BATCH: rows, **by_rows[rows].sizes}
-        width = largest.get(TOKENS, rows) // rows
-        size = Sizer(stage.declaration, {TOKENS: BATCH * width}, largest, BATCH, factor="padded")
+        size = Sizer(stage.declaration, {TOKENS: BATCH * width}, largest, BATCH)
         super().__init__(RunnerConfig(debug=False), stage, size, Coordinator(), capacity=largest)
         self.sizes = {rows: largest}
         self.eager = EagerRoutes(stage, self.name, self._table, buffers=layer.buffers)
@@ -635,7 +677,8 @@ class OwnGraphs(Runner[V, Any]):
         for rows, one in by_rows.items():
             filling = one.filling(absent)
             view = stage.viewer_of_capture(filling.bucket)(batch, filling.bucket.padded)
-            graph = OwnGraph(one, absent, launch, view)
+            cut = None if output_rows is None else one.sizes[output_rows]
+            graph = OwnGraph(one, absent, launch, view, cut)
             captured[rows, absent, ()] = Captured(rows, filling, graph, graph.replay, {})
         self.graphs.captured = captured
 
@@ -646,4 +689,7 @@ class OwnGraphs(Runner[V, Any]):
     def _decide(self, call: ReadBatch) -> Decision:
         requests = call.live[-1]
         rows = self.buckets.fit(requests)
-        return Decision("graph", rows, "fits", f"{requests} requests in {rows} rows, of at most {self.buckets.largest}")
+        if rows is None:
+            why = f"{requests} requests do not fit: padded= has room for at most {self.buckets.largest}"
+            return Decision("eager", None, "too_large", why)
+        return Decision("graph", rows, "fits", f"{requests} requests in {rows} rows")

@@ -85,6 +85,7 @@ class Frontier:
         """Return the children of the roots, [requests, topk] probabilities and tokens."""
         scores = _sound(shares)
         nodes = _counting(tokens)
+        tokens = tokens.long()
         return cls(((tokens, scores, torch.full_like(tokens, -1)),), tokens, scores, nodes, nodes[:, :, None][:, :, :0])
 
     def grow(self, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
@@ -122,8 +123,9 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
     A NaN score is the worst of all, as those of all nodes below it must be.
 
     Raises:
-        ValueError: There are fewer nodes.
+        ValueError: There are fewer nodes, or the roots are not one for each request.
     """
+    _check_shape("roots", roots, drafts.tokens.shape[:1])
     most = 1 + drafts.tokens.shape[1]
     if not 1 <= nodes <= most:
         raise ValueError(f"a tree of {nodes} nodes is not possible: this draft has 1 to {most}, including the root")
@@ -165,7 +167,14 @@ def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, s
         parents: The tree's, [requests, nodes] int64.
         targets: [requests, nodes] int64. What the target chose after each node, the largest of its logits.
         steps: The depth of the tree.
+
+    Raises:
+        ValueError: The three are not of one shape, [requests, nodes].
     """
+    if parents.dim() != 2:  # noqa: PLR2004 - requests and nodes
+        raise ValueError(f"parents: expected [requests, nodes], got shape {list(parents.shape)}")
+    _check_shape("tokens", tokens, parents.shape)
+    _check_shape("targets", targets, parents.shape)
     path = [torch.zeros_like(targets[:, :1])]
     for _ in range(steps):
         node = path[-1]
@@ -173,6 +182,13 @@ def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, s
         path.append(torch.where(right.any(1, keepdim=True), right.int().argmax(1, keepdim=True), node))
     nodes = torch.cat(path, dim=1)
     return Accepted((nodes[:, 1:] != nodes[:, :-1]).sum(1), nodes, targets.gather(1, nodes))
+
+
+def _check_shape(name: str, value: torch.Tensor, wanted: torch.Size) -> None:
+    """Raise ValueError if a value is not a tensor of this shape."""
+    if not isinstance(value, torch.Tensor) or value.shape != wanted:
+        got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(f"{name}: expected a tensor of shape {list(wanted)}, got {got}")
 
 
 def _sound(shares: torch.Tensor) -> torch.Tensor:

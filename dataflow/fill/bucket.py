@@ -17,7 +17,7 @@ from ..admission import Admitted, check_sources, placed
 from ..axes import BATCH, Live, Sizes, Step
 from ..buffers import Buffer, Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
-from ..computation import Computation, PackedValue, Results, ResultTail, word_of
+from ..computation import Computation, LastRun, PackedValue, Results, ResultTail, word_of
 from ..declaration import Declaration
 from ..done import resets
 from ..errors import BatchError, DeclarationError, blame
@@ -317,15 +317,17 @@ class Bucket:
         """
         declaration = self.declaration
         results = Results()
+        first = dict[tuple[str, ...], LastRun]()
         known = {SETTINGS: declaration.settings, RANKS: declaration.ranks, **self.frozen, **views}
         for one in sorted(self._computed, key=lambda one: one.slot in last):
             bind = functools.partial(Computation.bind, one.slot, declaration, known, alias(known[one.slot]))
             made = bind(results=results, tail=self.result_tails.get(one.slot))
             again = made.compute.again
             if again is not None:
-                made = attrs.evolve(
-                    made, again=bind(again), last=self.buffers.last_runs[one.slot], move=self._move(one.slot)
-                )
+                own = self.buffers.last_runs[one.slot]
+                leads = first.setdefault(made.compute.fills or (one.slot,), own)
+                again = again if leads is own else leads.told  # so that `again` of one call is asked once
+                made = attrs.evolve(made, again=bind(again), last=own, move=self._move(one.slot))
             yield one, made
 
     @functools.cached_property

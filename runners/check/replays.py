@@ -470,7 +470,10 @@ def parity_fault(trial: Trial) -> Finding | None:
         why = "the step reads something that is not a slot, such as a host value or an address at capture"
         if is_drawn:
             why = "the step draws random numbers on the host, and the graph keeps those of its capture: draw by torch"
-        return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")
+        why = f"; all slots agree: {why}"
+        if found.slot in trial.declaration.functions:
+            why = ": its function reads something that is not a slot, such as a host value, or its kernel= differs"
+        return Finding(PARITY, found.slot, f"{found}{where}{why}")
     changed = next(iter(state.labels(graph[1], besides)), None)
     message = (
         f"a replay leaves other bytes than the step in {changed}, though all slots and outputs agree: the step reads "

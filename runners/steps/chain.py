@@ -11,7 +11,7 @@ from ...dataflow.edits import NOWHERE, Keys, Moves, RowWrite, rearrange
 from ...dataflow.errors import BatchError, ConfigError, RankError, ReplayError, did_you_mean
 from ...dataflow.fill.writers import keep_newest
 from ...dataflow.inputs import V
-from ...dataflow.sources import NO_SIDE, RANKS, linear, look_up
+from ...dataflow.sources import NO_SIDE, RANKS, Path, linear, look_up
 from ..engine.capture import FORKS
 from ..engine.chunks import handed_out
 from ..engine.config import Buckets
@@ -33,8 +33,11 @@ Writes = list[tuple[RowWrite, Sequence[int]]]
 
 def _checked_graphs(runner: Runner[V], batch: Any) -> GraphSet[V]:
     """Return the graphs of a runner. Raise ConfigError or BatchError if they cannot run steps from this batch on."""
-    decision = runner.decide(batch)
     declaration = runner.stage.declaration
+    for name, source in declaration.sources.items():
+        if isinstance(source, Path) and source.from_side and not declaration.slots[name].optional:
+            raise ConfigError(f"slot {name!r} is read from {source}, which steps() does not take: put it in the batch")
+    decision = runner.decide(batch)
     if decision.bucket is None:
         raise BatchError(f"steps() needs a graph, and this batch has none: {decision.reason}")
     if not declaration.rules:
@@ -130,6 +133,8 @@ class Chain(Generic[V]):
 
     def growth_of(self, slot: str) -> int:
         """Return how much a slot of one number a request grows in each step. Raise ConfigError for any other slot."""
+        if slot in self._absent:
+            raise ConfigError(f"needs names {slot!r}, an optional slot that this batch lacks: give it, or leave it out")
         declaration = self._runner.stage.declaration
         rule = declaration.rules.get(slot)
         source, growth = (rule and linear(rule)) or ("", 0)

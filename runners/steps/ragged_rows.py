@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...dataflow.buffers import Buffer
+from ...dataflow.capabilities import dtype_text
 from ...dataflow.edits import Keys
 from ...dataflow.errors import BatchError
 from ...dataflow.hostdata import LETTERS, NOT_CARRIED, bytes_of_list
@@ -57,14 +58,17 @@ class RaggedRows:
         room = self._to.tensor.shape[1]
         if not isinstance(added, list | tuple) or len(added) != len(keys):
             raise BatchError(f"slot {name!r}: append takes a list with a list of values for each request")
+        if LETTERS.get(dtype, "e") in "e?":  # which Python's arrays do not have
+            raise BatchError(f"slot {name!r}: append takes no values of {dtype_text(dtype)}: give whole rows, by edit")
         found = dict[Hashable, Sequence[Any]]()
         for key, values in zip(keys, added, strict=True):
             before = self.row(key)
             try:
-                row = array.array(LETTERS.get(dtype, "e"), before)  # arrays have no "e", and raise ValueError
+                row = array.array(LETTERS[dtype], before)
                 row.frombytes(bytes_of_list(values, dtype))
             except NOT_CARRIED as error:
-                raise BatchError(f"slot {name!r}: values for request {key!r}: {error}") from error
+                what = f"slot {name!r}: values for request {key!r}: {error}"
+                raise BatchError(f"{what}; give a list of numbers that {dtype_text(dtype)} holds") from error
             if len(row) > room:
                 raise BatchError(
                     f"slot {name!r}: the row of request {key!r} has {len(row) - len(values)} values and gets "

@@ -14,7 +14,7 @@ from slotgraph.dataflow.capabilities import LADDER, Capabilities
 from slotgraph.dataflow.lowering import LOWERINGS
 from slotgraph.dataflow.packet import Feed
 from slotgraph.errors import CaptureError, ComputeError, DeclarationErrors
-from slotgraph.extend import Group
+from slotgraph.extend import Group, fills
 from slotgraph.pool import InputPool
 from slotgraph.reports import explain_declaration
 from tests.packing import NAME, backend_of
@@ -262,7 +262,9 @@ def test_its_memory_is_not_shared() -> None:
     [
         ({"again": ("ids",)}, "again= is for functions on the host"),
         ({"again": ("kv_lans",)}, "it needs 'kv_lans', which is neither slot nor field.*did you mean 'kv_lens'"),
-        ({"again": "kv_lens"}, "again='kv_lens': a computed slot needs a function"),
+        ({"again": "kv_lens"}, "again='kv_lens': give a tuple of names of slots and fields"),
+        ({"again": ["kv_lens"]}, "give a tuple of names of slots and fields"),
+        ({"again": (5,)}, "give a tuple of names of slots and fields"),
         ({"again": lambda ids: bool(ids[0])}, "again= is for functions on the host"),
         ({"again": ("starts",)}, "starts -> starts"),
         ({"again": ("kv_lens",), "function": lambda ranks: ranks.live(BATCH)}, "again= is for functions on the host"),
@@ -361,3 +363,69 @@ def test_slots_of_rows_with_gaps_between_are_compared() -> None:
     runner: Any = decoder(Rows, lambda view: view.most.clone(), backend="cpu-capture", buckets=[1, 4], output_rows=None)
     for rows, most in (([[1.0], [2.0]], 2), ([[1.0], [3.0]], 3), ([[1.0] * 3, [2.0] * 3], 2)):
         assert runner({"rows": torch.tensor(rows, dtype=torch.float64)}).item() == most
+
+
+def test_one_call_for_several_slots_is_asked_for_once() -> None:
+    """A function that compares with what it saw last says so once, and all slots of the call follow it."""
+    seen = list[list[int]]()
+
+    def is_other(kv_lens: torch.Tensor) -> bool:
+        seen.append(kv_lens.tolist())
+        return len(seen) < 2 or seen[-1] != seen[-2]
+
+    @fills("starts", "doubled")
+    def both(kv_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kv_lens.cumsum(0), kv_lens * 2
+
+    class Both(Inputs):
+        kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement="host")
+        starts: torch.Tensor = computed(both, shape=BATCH, dtype=torch.int64, again=is_other)
+        doubled: torch.Tensor = computed(both, shape=BATCH, dtype=torch.int32, again=is_other)
+
+    runner: Any = DecodeRunner(Both, lambda view: (view.starts, view.doubled), buckets=[2], backend="cpu-capture")
+    ready(runner)
+    for lens in ([3, 4], [3, 4], [5, 4], [5, 4], [3, 4]):
+        starts, doubled = runner({"kv_lens": lens})
+        assert (starts.tolist(), doubled.tolist()) == ([lens[0], sum(lens)], [2 * one for one in lens])
+    assert runner.stats()["again"] == {slot: {"ran": 4, "kept": 2} for slot in ("starts", "doubled")}
+    assert len(seen) == 6
+
+
+def declared_both(again: Any, other: Any) -> type[Inputs]:
+    """Two slots that one call fills."""
+
+    @fills("one", "two")
+    def both(kv_lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kv_lens, kv_lens
+
+    class Made(Inputs):
+        kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement="host")
+        plan: object = None
+        one: torch.Tensor = computed(both, shape=BATCH, dtype=torch.int32, again=again)
+        two: torch.Tensor = computed(both, shape=BATCH, dtype=torch.int32, again=other)
+
+    return Made
+
+
+def test_one_call_has_one_again() -> None:
+    """The error says so."""
+    with pytest.raises(DeclarationErrors) as refusal:
+        declared_both(("kv_lens",), ("plan",))
+    assert "fills one, two: give them one again=, see two" in str(refusal.value.exceptions[0])
+
+
+@pytest.mark.parametrize(
+    ("again", "message"),
+    [
+        (lambda kv_lens: kv_lens > 1, r"slot 'one': its function .*<lambda> raised RuntimeError"),
+        (("plan",), r"again= names plan, and cannot compare them: .*; name fields of plain values"),
+    ],
+)
+def test_what_does_not_say_whether_it_runs_is_named(again: Any, message: str) -> None:
+    """A tensor of several bools, and a field that has no bytes."""
+    runner: Any = EagerRunner(declared_both(again, again), lambda view: view.one, backend="cpu")
+    batch = {"kv_lens": [1, 2], "plan": lambda: 0}
+    if callable(again):
+        runner(batch)  # the first step runs it, whatever it says
+    with pytest.raises(ComputeError, match=message):
+        runner(batch)

@@ -231,6 +231,10 @@ def test_a_slot_may_be_called_view(backend_name: str) -> None:
     assert_right(runner({**batch, "view": batch["req_pool_indices"]}), batch, 2, 3)
 
 
+class MaybeInputs(BareInputs):
+    topk_p: torch.Tensor | None = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0, default=None)  # type: ignore[assignment]
+
+
 def test_what_cannot_be_drafted_is_refused() -> None:
     """Counts below 1, widths and sizes that contradict them, and declarations that lack something are refused."""
     wrong: list[tuple[type[Inputs], dict[str, Any], str]] = [
@@ -244,6 +248,7 @@ def test_what_cannot_be_drafted_is_refused() -> None:
             r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)",
         ),
         (with_plain("topk_index"), {}, r"Wrong needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
+        (MaybeInputs, {}, r"MaybeInputs needs a slot 'topk_p' of shape \[BATCH, TOPK\], which every batch has"),
     ]
     forward: Any = print  # never called
     for inputs, options, message in wrong:

@@ -381,6 +381,15 @@ def test_fills_takes_names(names: Any) -> None:
         fills(*names)
 
 
+def test_fills_takes_functions() -> None:
+    """A kernel that is none is refused on a device without kernels, too."""
+    wrong: Any = 5
+    with pytest.raises(TypeError, match="kernel= of @fills takes a function that launches it, got 5"):
+        fills("one", "two", kernel=wrong)
+    with pytest.raises(TypeError, match="@fills marks a function, got 5"):
+        fills("one", "two")(wrong)
+
+
 def test_a_subclass_may_declare_them_anew() -> None:
     """With the same function and another shape, dtype or tail."""
 

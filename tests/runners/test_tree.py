@@ -241,6 +241,41 @@ def test_a_tree_of_too_many_nodes_is_refused(count: int) -> None:
         best_tree(frontier.drafts(), torch.tensor([1, 2]), count)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_ids_of_any_whole_dtype_make_the_same_tree(dtype: torch.dtype, steps: int) -> None:
+    """Tokens and parents are int64, and the parent of the first nodes is -1, also where ids cannot be below 0."""
+    shares, tokens = torch.tensor([[0.5, 0.25]]), torch.tensor([[3, 4]], dtype=dtype)
+    frontier = Frontier.begin(shares, tokens)
+    if steps > 1:
+        frontier = frontier.grow(shares.expand(1, 2, 2), tokens.long().expand(1, 2, 2))
+    drafts = frontier.drafts()
+    assert (drafts.tokens.dtype, drafts.parents.dtype) == (torch.int64, torch.int64)
+    assert drafts.parents[0].tolist() == [-1, -1, 0, 0, 1, 1][: 2 if steps == 1 else 6]
+    assert best_tree(drafts, torch.tensor([9]), 3).tokens.tolist() == [[9, 3, 4]]
+
+
+def test_other_shapes_are_refused_by_name() -> None:
+    """A mistake is not broadcast, and the error says which shape was expected."""
+    drafts = grown(2, 2, 2, 0)[0].drafts()
+    tree = best_tree(drafts, torch.tensor([1, 2]), 3)
+    wrong: list[tuple[Any, str]] = [
+        (torch.ones(3), r"shape \[3\]"),
+        (torch.ones(2, 1), r"shape \[2, 1\]"),
+        ([1, 2], "list"),
+    ]
+    for roots, got in wrong:
+        with pytest.raises(ValueError, match=rf"roots: expected a tensor of shape \[2\], got {got}"):
+            best_tree(drafts, roots, 3)
+    targets = torch.zeros_like(tree.tokens)
+    with pytest.raises(ValueError, match=r"tokens: expected a tensor of shape \[2, 3\], got shape \[6\]"):
+        accept(tree.tokens.flatten(), tree.parents, targets, 2)
+    with pytest.raises(ValueError, match=r"targets: expected a tensor of shape \[2, 3\], got shape \[2, 3, 50\]"):
+        accept(tree.tokens, tree.parents, targets[:, :, None].expand(-1, -1, 50), 2)
+    with pytest.raises(ValueError, match=r"parents: expected \[requests, nodes\], got shape \[6\]"):
+        accept(tree.tokens, tree.parents.flatten(), targets, 2)
+
+
 @given(st.text("abc", min_size=2, max_size=20), st.integers(0, 6))
 def test_prompt_lookup_of_the_example(text: str, count: int) -> None:
     """It drafts what came after the newest earlier place of the last three characters, or two, or one."""

@@ -127,6 +127,22 @@ def test_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         findings(plain_runner(CAPTURES), state=[torch.zeros(1000)])
 
 
+def test_function_that_differs_in_the_graph() -> None:
+    """The slot that it computes is named, and its function is to blame, not the step."""
+    host = {"factor": 2}
+
+    class Scaled(PlainInputs):
+        scaled: torch.Tensor = computed(lambda weights: weights * host["factor"], shape=BATCH, dtype=torch.float32)
+
+    runner = decoder(Scaled, lambda view: view.scaled * 1, backend=CAPTURES, buckets=[4, 8])
+    assert findings(runner) == []
+    host["factor"] = 3
+    (found,) = findings(runner)
+    assert found.slot == "scaled"
+    assert "its function reads something that is not a slot" in found.message
+    assert "all slots agree" not in found.message
+
+
 def test_stack_in_parts() -> None:
     """A number that is frozen in one graph of several is found."""
     model, runner = broken_runner()

@@ -154,6 +154,45 @@ def test_wrong_arguments_are_refused(buffers: InputBuffers[Own], cpu: str) -> No
         InputBuffers(Still, {TOKENS: 4}, backend=cpu).steps(lambda view: view.ids, {"ids": [1]})
 
 
+def test_padded_sizes_hold_all_tokens_of_their_requests(buffers: InputBuffers[Own]) -> None:
+    """Two requests of two tokens never go to a bucket of two tokens, not even when others have left."""
+    narrow = [{BATCH: 2, TOKENS: 2}, {BATCH: 4, TOKENS: 8}]
+    with pytest.raises(ConfigError, match=r"padded= has 2 tokens for 2 requests, and needs 4: a request has 2 tokens"):
+        buffers.steps(step, batch(1, 2, 3), padded=narrow)
+    with pytest.raises(ConfigError, match="padded= has 2 tokens for 4 requests, and needs 4"):
+        buffers.steps(step, batch(1), padded=[{BATCH: 4, TOKENS: 2}])
+    with pytest.raises(ConfigError, match=r"two padded sizes for 4 requests, .*TOKENS 6.* and .*TOKENS 8.*: give one"):
+        buffers.steps(step, batch(1), padded=[{BATCH: 4, TOKENS: 8}, {BATCH: 4, TOKENS: 6}])
+    with pytest.raises(ConfigError, match="padded: expected padded sizes of at least one request"):
+        buffers.steps(step, batch(1), padded=[])
+    with pytest.raises(ConfigError, match="padded: expected a list of padded sizes"):
+        buffers.steps(step, batch(1), padded={BATCH: 4, TOKENS: 8})  # type: ignore[dict-item]
+    wider = [{BATCH: 2, TOKENS: 8}, {BATCH: 4, TOKENS: 8}]
+    assert next(buffers.steps(lambda view: view.ids * 1, batch(1, 2), padded=wider)).tokens() == [
+        (0, [1, 1]),
+        (1, [2, 2]),
+    ]
+    with pytest.raises(BatchError, match=r"BATCH \* 2 = 1: pass the same number of rows for all of them"):
+        buffers.steps(step, {"ids": [1], "lens": [1]}, padded=SIZES)
+
+
+def test_outputs_of_a_launch_have_all_padded_rows(buffers: InputBuffers[Own]) -> None:
+    """One output row a request is not cut as if it were one a token, and the other way round."""
+    for launch, axis, shape in (
+        (lambda view: view.lens * 1, TOKENS, r"\[4\], expected 8"),
+        (lambda view: view.ids * 1, BATCH, r"\[8\], expected 4"),
+        (lambda view: view.ids.sum(), BATCH, r"\[\], expected 4"),
+    ):
+        loop = buffers.steps(launch, batch(1, 2, 3), padded=SIZES, output_rows=axis)
+        with pytest.raises(ReplayError, match=f"a tensor of shape {shape} rows, one for each padded row of its view"):
+            next(loop)
+    made = iter((4, 4, 3))
+    loop = buffers.steps(lambda _: torch.zeros(next(made)), batch(1, 2, 3), padded=SIZES, output_rows=BATCH)
+    assert len(next(loop).outputs) == len(next(loop).outputs) == 3
+    with pytest.raises(ReplayError, match=r"of shape \[3\], expected 4 rows"):
+        next(loop)
+
+
 class OnHost(Own):
     """A slot in host memory that advances, so that each step waits for the one before."""
 

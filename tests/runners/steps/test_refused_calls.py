@@ -11,7 +11,7 @@ import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.errors import BatchError, ConfigError, DeclarationErrors, SlotGraphError
-from slotgraph.extend import LaunchedStep
+from slotgraph.extend import LaunchedStep, side
 from tests.runners.models import decoder
 
 LOWERINGS: Final = ["direct", "foreach", "in_graph", "fused", "slot_by_slot"]
@@ -302,6 +302,27 @@ def test_a_sum_of_constants_is_what_counts() -> None:
         [(0, 5)],
         [(0, 6)],
     ]
+
+
+class Beside(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, then=lambda ids: ids + 1)
+    lens: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None, then=lambda lens: lens + 1)
+    biases: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None, source=side("more.biases"))
+
+
+class Needed(Beside):
+    biases: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=side("more.biases"))
+
+
+def test_what_no_batch_of_steps_can_bring_is_named(cpu: str) -> None:
+    """A slot that a side argument brings, unless it is optional; and one that is absent has no needs."""
+    runner = decoder(Beside, lambda view: view.ids * 1, backend=cpu, absent=[{"lens", "biases"}])
+    assert next(runner.steps({"ids": [1]})).tokens() == [(0, 1)]
+    with pytest.raises(ConfigError, match="needs names 'lens', an optional slot that this batch lacks"):
+        runner.steps({"ids": [1]}, needs=["lens"])
+    runner = decoder(Needed, lambda view: view.ids * 1, backend=cpu)
+    with pytest.raises(ConfigError, match=r"'biases' is read from argument more.biases, which steps\(\) does not take"):
+        runner.steps({"ids": [1], "lens": [1]})
 
 
 def test_holds_need_a_reason() -> None:
