@@ -154,7 +154,7 @@ def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capa
         return first, second
     if isinstance(poison, tuple):
         values = tuple(resolve_value(value, capabilities, sizes) for value in poison)
-    elif poison is None and (rule is None or is_location(slot)):  # a location decides where the step writes
+    elif poison is None and (rule is None or (isinstance(rule, Pad) and is_location(slot))):  # padded rows write there
         return None
     else:
         usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
@@ -218,18 +218,42 @@ def poison_faults(trial: Trial, seed: int = 0, spared: Collection[str | None] = 
         seed: The seed of random poison.
         spared: Slots that are not poisoned.
     """
-    usual = trial.run(lambda outputs: _live(trial, outputs))
+    written = list[Finding]()
+
+    def look(outputs: Any) -> Tensors:
+        written.extend(_written_slots(trial, spared))
+        return _live(trial, outputs)
+
+    usual = trial.run(look)
     if trial.error is not None:
         message = f"the step raised {error_text(trial.error)} on a batch that was filled as ever"
         return [Finding(POISON, None, message)]
     if usual is None:
         return []
     trial.usual = usual
+    if trial.any(written):
+        return written
     for poison in _rounds(trial, seed, spared):
         effect = _effect(trial, poison)
         if effect is not None:
             return _blamed(trial, poison, *effect)
     return []
+
+
+def _written_slots(trial: Trial, spared: Collection[str | None]) -> Iterator[Finding]:
+    """Find copied slots that the step has changed, although their declaration does not say that it writes them."""
+    for name, held in trial.filled.items():
+        if name in spared or name not in trial.declaration.sources or trial.slots[name].rewritten:
+            continue
+        left = vars(trial.view)[name]
+        at = first_unequal(held, left)
+        if at is not None:
+            row = f"row {at[0]}" if at else "it"
+            message = (
+                f"the step writes slot {name!r}: {row} held {held[at].item()}, and holds {left[at].item()} after the "
+                "step; write to a tensor of its own, or declare it, by rewritten=True or restored=True"
+            )
+            yield Finding(POISON, name, message)
 
 
 def _rounds(trial: Trial, seed: int, spared: Collection[str | None]) -> list[Tensors]:
