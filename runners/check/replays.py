@@ -425,7 +425,9 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
     is_drawn = trial.any(found) and _redraws(trial, graph)
     if found is not None and found.slot in trial.declaration.sources:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
-    if found is None or is_drawn:  # for another shape a step draws other random numbers
+    if found is None:
+        return _left_apart(trial, one)
+    if is_drawn:  # for another shape a step draws other random numbers
         return None
     slots = "; ".join(map(str, computed)) or "all slots agree in their live rows"
     frozen = frozen_text(trial.frozen)
@@ -436,19 +438,45 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
     return Finding(PARITY, computed[0].slot if computed else None, message)
 
 
-def _seen_alone(trial: Trial, one: Sample) -> Leaves | Exception:
-    """Run the step without its graph, on a batch without padding. Return its results or its error."""
+def _seen_alone(trial: Trial, one: Sample, times: int = 1) -> Leaves | Exception:
+    """Run the step without its graph, on a batch without padding. Return its results the last time, or its error."""
     runner = trial.runner
     if trial.declaration.ranks is not None:
         trial.fill(one)  # computed slots may need the sizes of all ranks, which a fill exchanges
+    found: Leaves = {}
     with trial.state.kept(), trial.slots_kept():
         live = runner.size(one.batch, one.side)
         try:
-            route, view = runner.eager.fill(one.batch, live, one.side)
-            trial.produce(view)
-            return seen(view, route.run(view, live))
+            for _ in range(times):
+                route, view = runner.eager.fill(one.batch, live, one.side)
+                trial.produce(view)
+                found = seen(view, route.run(view, live))
         except Exception as error:  # noqa: BLE001 - an error of a step or function at other sizes is a result
             return error
+    return found
+
+
+def _left_apart(trial: Trial, one: Sample) -> Finding | None:
+    """Return how the step after a graph's differs from the step after the batch alone, or None.
+
+    Both run the same batch again, without padding. Drawn batches do not know rows that padded rows may write.
+    """
+    if trial.signed is not None or trial.random or trial.ranks.size > 1 or not trial.state.pieces:
+        return None
+    alone = _seen_alone(trial, one, times=2)
+    trial.fill(one)
+    graph = trial.run(lambda _: _seen_alone(trial, one))
+    if graph is None or isinstance(graph, Exception) or isinstance(alone, Exception):
+        return None
+    names = "after the graph", "after the batch alone"
+    found = next(mismatches(graph, alone, OTHER_SHAPES, names), None)
+    if found is None or _drawing(trial):  # for another shape a step draws other random numbers
+        return None
+    message = (
+        f"in the next step {found}: padded rows, or what is computed for the bucket, change what live rows leave for "
+        "later steps, such as a cache"
+    )
+    return Finding(PARITY, None, message)
 
 
 def _redraws(trial: Trial, usual: Leaves, by: Callable[[], Any] | None = None) -> bool:

@@ -244,7 +244,9 @@ def test_a_slot_that_a_step_writes_without_a_word() -> None:
     for flag in (False, True, False):
         batch = {"ids": torch.arange(3), "flags": torch.tensor([False, flag, False])}
         if flag:
-            with pytest.raises(CheckError, match="the step writes slot 'ids': row 0 held 0, and holds 1 after the step"):
+            with pytest.raises(
+                CheckError, match="the step writes slot 'ids': row 0 held 0, and holds 1 after the step"
+            ):
                 runner(batch)
         else:
             assert runner(batch).tolist() == [0, 10, 20]
