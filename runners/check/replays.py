@@ -425,10 +425,8 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
     is_drawn = trial.any(found) and _redraws(trial, graph)
     if found is not None and found.slot in trial.declaration.sources:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
-    if found is None:
-        return _left_apart(trial, one)
-    if is_drawn:  # for another shape a step draws other random numbers
-        return None
+    if found is None or is_drawn:  # for another shape a step draws other random numbers
+        return None if is_drawn else _left_apart(trial, one)
     slots = "; ".join(map(str, computed)) or "all slots agree in their live rows"
     frozen = frozen_text(trial.frozen)
     message = (

@@ -64,7 +64,7 @@ def test_padded_rows_that_reach_the_state_alone(is_right: bool) -> None:
     counts = torch.zeros(4, dtype=torch.int64)
 
     def step(view: Any) -> torch.Tensor:
-        outputs = view.ids + counts[view.row]
+        outputs: torch.Tensor = view.ids + counts[view.row]
         counts[view.row] += (view.ids > 0).sum() if is_right else len(view.ids)
         return outputs
 
