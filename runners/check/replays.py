@@ -154,7 +154,7 @@ def poison_pair(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capa
         return first, second
     if isinstance(poison, tuple):
         values = tuple(resolve_value(value, capabilities, sizes) for value in poison)
-    elif poison is None and (rule is None or is_location(slot)):  # a location decides where the step writes
+    elif poison is None and (rule is None or (isinstance(rule, Pad) and is_location(slot))):  # padded rows write there
         return None
     else:
         usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
@@ -218,18 +218,42 @@ def poison_faults(trial: Trial, seed: int = 0, spared: Collection[str | None] = 
         seed: The seed of random poison.
         spared: Slots that are not poisoned.
     """
-    usual = trial.run(lambda outputs: _live(trial, outputs))
+    written = list[Finding]()
+
+    def look(outputs: Any) -> Tensors:
+        written.extend(_written_slots(trial, spared))
+        return _live(trial, outputs)
+
+    usual = trial.run(look)
     if trial.error is not None:
         message = f"the step raised {error_text(trial.error)} on a batch that was filled as ever"
         return [Finding(POISON, None, message)]
     if usual is None:
         return []
     trial.usual = usual
+    if trial.any(written):
+        return written
     for poison in _rounds(trial, seed, spared):
         effect = _effect(trial, poison)
         if effect is not None:
             return _blamed(trial, poison, *effect)
     return []
+
+
+def _written_slots(trial: Trial, spared: Collection[str | None]) -> Iterator[Finding]:
+    """Find copied slots that the step has changed, although their declaration does not say that it writes them."""
+    for name, held in trial.filled.items():
+        if name in spared or name not in trial.declaration.sources or trial.slots[name].rewritten:
+            continue
+        left = vars(trial.view)[name]
+        at = first_unequal(held, left)
+        if at is not None:
+            row = f"row {at[0]}" if at else "it"
+            message = (
+                f"the step writes slot {name!r}: {row} held {held[at].item()}, and holds {left[at].item()} after the "
+                "step; write to a tensor of its own, or declare it, by rewritten=True or restored=True"
+            )
+            yield Finding(POISON, name, message)
 
 
 def _rounds(trial: Trial, seed: int, spared: Collection[str | None]) -> list[Tensors]:
@@ -402,7 +426,7 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
     if found is not None and found.slot in trial.declaration.sources:
         return Finding(PARITY, found.slot, f"{found}: the fill of the padded bucket is not that of the batch")
     if found is None or is_drawn:  # for another shape a step draws other random numbers
-        return None
+        return None if is_drawn else _left_apart(trial, one)
     slots = "; ".join(map(str, computed)) or "all slots agree in their live rows"
     frozen = frozen_text(trial.frozen)
     message = (
@@ -412,19 +436,45 @@ def apart_from_step(trial: Trial, one: Sample) -> Finding | None:
     return Finding(PARITY, computed[0].slot if computed else None, message)
 
 
-def _seen_alone(trial: Trial, one: Sample) -> Leaves | Exception:
-    """Run the step without its graph, on a batch without padding. Return its results or its error."""
+def _seen_alone(trial: Trial, one: Sample, times: int = 1) -> Leaves | Exception:
+    """Run the step without its graph, on a batch without padding. Return its results the last time, or its error."""
     runner = trial.runner
     if trial.declaration.ranks is not None:
         trial.fill(one)  # computed slots may need the sizes of all ranks, which a fill exchanges
+    found: Leaves = {}
     with trial.state.kept(), trial.slots_kept():
         live = runner.size(one.batch, one.side)
         try:
-            route, view = runner.eager.fill(one.batch, live, one.side)
-            trial.produce(view)
-            return seen(view, route.run(view, live))
+            for _ in range(times):
+                route, view = runner.eager.fill(one.batch, live, one.side)
+                trial.produce(view)
+                found = seen(view, route.run(view, live))
         except Exception as error:  # noqa: BLE001 - an error of a step or function at other sizes is a result
             return error
+    return found
+
+
+def _left_apart(trial: Trial, one: Sample) -> Finding | None:
+    """Return how the step after a graph's differs from the step after the batch alone, or None.
+
+    Both run the same batch again, without padding. Drawn batches do not know rows that padded rows may write.
+    """
+    if trial.signed is not None or trial.random or trial.ranks.size > 1 or not trial.state.pieces:
+        return None
+    alone = _seen_alone(trial, one, times=2)
+    trial.fill(one)
+    graph = trial.run(lambda _: _seen_alone(trial, one))
+    if graph is None or isinstance(graph, Exception) or isinstance(alone, Exception):
+        return None
+    names = "after the graph", "after the batch alone"
+    found = next(mismatches(graph, alone, OTHER_SHAPES, names), None)
+    if found is None or _drawing(trial):  # for another shape a step draws other random numbers
+        return None
+    message = (
+        f"in the next step {found}: padded rows, or what is computed for the bucket, change what live rows leave for "
+        "later steps, such as a cache"
+    )
+    return Finding(PARITY, None, message)
 
 
 def _redraws(trial: Trial, usual: Leaves, by: Callable[[], Any] | None = None) -> bool:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, computed
+from slotgraph import BATCH, TOKENS, Inputs, computed, copied
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners.check.trial import USUAL, Finding, info_of, mismatches, seen
 from tests.runners.check.test_addresses import broken_runner, runner_of
@@ -51,6 +51,31 @@ def test_padding_that_reaches_live_rows() -> None:
     (found,) = findings(runner_of(lambda view: plain_step(view) + view.weights.sum()))
     assert found.slot is None
     assert "all slots agree in their live rows; on the padded view the step gives what the graph gives" in found.message
+
+
+class Recurrent(Inputs):  # one sequence, whose state is a row of a table
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    row: torch.Tensor = copied(1, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_padded_rows_that_reach_the_state_alone(is_right: bool) -> None:
+    """A recurrent layer that counts padded tokens: outputs are right in this step, and wrong in the next."""
+    counts = torch.zeros(4, dtype=torch.int64)
+
+    def step(view: Any) -> torch.Tensor:
+        outputs: torch.Tensor = view.ids + counts[view.row]
+        counts[view.row] += (view.ids > 0).sum() if is_right else len(view.ids)
+        return outputs
+
+    runner = decoder(Recurrent, step, backend=CAPTURES, buckets=[2, 4])
+    batches = [{"ids": torch.arange(rows) + 1, "row": torch.tensor([1 + rows % 3])} for rows in (4, 3, 2, 1)]
+    found = findings(runner, batches)
+    assert [one.slot for one in found] == [None] * (not is_right)
+    for one in found:
+        assert "in the next step outputs row 0: after the graph" in one.message
+        assert "change what live rows leave for later steps" in one.message
+    assert not counts.any()
 
 
 def test_fill_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

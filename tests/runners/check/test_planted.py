@@ -86,8 +86,8 @@ def passed(runner: Any, batches: Any = None, **options: Any) -> CheckReport:
 class Planted:
     """A bug: what it is called, its slot, and the step, the declaration and the check that it is for.
 
-    fatal: whether it stops a device for good. lowering: the one that it is a bug under, if another writes every tail in
-    each step. noted: the note that it is on a device, which may run more than operators tell.
+    fatal: whether it stops a device for good. noted: the note that it is on a device, which may run more than operators
+    tell.
     """
 
     what: str
@@ -96,12 +96,11 @@ class Planted:
     inputs: type[Inputs] = Sound
     check: str = attrs.field(default="poison", kw_only=True)
     fatal: bool = False
-    lowering: str = "auto"
     noted: str | None = None
 
     def report(self, backend: Any, **options: Any) -> CheckReport:
         """What its check says of a runner that has it."""
-        runner = runner_of(self.step, backend, self.inputs, lowering=self.lowering)
+        runner = runner_of(self.step, backend, self.inputs)
         return slotgraph.check(runner, progress=False, rounds=4, **{"only": (self.check,), **options})
 
 
@@ -171,9 +170,7 @@ OURS: list[Planted] = [
         "temperatures",
         lambda view: sound(view) + view.temperatures.amin(),
     ),
-    Planted(
-        "the step writes a slot that it was to read, where a flag says so", "positions", _advances, lowering="foreach"
-    ),
+    Planted("the step writes a slot that it was to read, where a flag says so", "positions", _advances),
     Planted(
         "an output is added to what the step before left there",
         "logits",

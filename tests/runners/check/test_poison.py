@@ -32,6 +32,8 @@ class Rules(Inputs):  # a slot for each way to say what a tail bears
     flags: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=False)
     places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0)
     asked: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0, poison="stale")
+    kept_places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=keep("no one writes there"))
+    first_places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=once(0))
     held: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, poison=())
     unread: torch.Tensor = copied(BATCH, dtype=torch.uint8, pad=keep("no one"))
     dropped: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("dropped"), poison="stale")
@@ -49,6 +51,8 @@ BEARS: dict[str, PoisonPair | None] = {
     "flags": ((True,), (False,)),
     "places": None,
     "asked": ((5, 6, 0), (0, 6, 5)),
+    "kept_places": ((5, 6), ((1 << 63) - 1, -(1 << 63))),  # what an earlier step left, which another request may have
+    "first_places": ((5, 6, 0), (0, 6, 5)),
     "held": None,
     "unread": ((5, 6), (255, 0)),
     "dropped": ((5, 6), (6, 5)),
