@@ -43,7 +43,20 @@ def _holds_slots(value: object, depth: int = 4) -> bool:
 
 
 class _Declaring(type):
-    """Rejects changes of a declared class that would lose slots: redefining it, or adding a slot afterwards."""
+    """Rejects bases that Python cannot put in order, and changes of a declared class that would lose slots."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], *rest: Any, **keywords: Any) -> Any:
+        for number, base in enumerate(bases):
+            for later in bases[number + 1 :]:
+                if base in later.__mro__:
+                    has_all = (
+                        "is named twice" if later is base else f"is a base of {later.__name__}, which has all of it"
+                    )
+                    raise refused(
+                        name,
+                        [DeclarationError(f"{name}: its base {base.__name__} {has_all}: name {later.__name__} alone")],
+                    )
+        return super().__new__(cls, name, bases, *rest, **keywords)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         makes_anew = name == "__attrs_attrs__" or name.startswith("__dataclass_")
@@ -129,6 +142,8 @@ class Inputs(metaclass=_Declaring):
             stop: One past the last row.
             tokens: The range on TOKENS that belongs to these rows, required if requests differ in length.
         """
+        if axis == TOKENS and tokens is not None:
+            raise BatchError("narrow(TOKENS, a, b) names the tokens already: leave tokens= out")
         ranges = {axis: (start, stop)} | ({} if tokens is None else {TOKENS: tokens})
         return narrowed(self, self.slotgraph.slots, self._slotgraph_view, ranges)
 
