@@ -88,10 +88,20 @@ def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     return (((seq_lens - 1) % page_size + 1) * (seq_lens > 0)).to(int32)
 
 
+def queries_each(tokens: int, requests: int) -> int:
+    """Return how many query tokens each request has. Raise ValueError if they cannot have equally many."""
+    if tokens % (requests or 1):
+        raise ValueError(
+            f"{tokens} padded tokens do not divide among {requests} padded requests, and requests have equally many in "
+            "the decode and verify steps that this set is for: mix in a prefill's set, or choose buckets that divide"
+        )
+    return tokens // (requests or 1)
+
+
 def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, out: Tensor) -> None:
     """Write into how many parts of one size each token's keys are split. Every request has as many tokens."""
     counts = divided_up(seq_lens, split_tile_size)
-    out.copy_(counts.repeat_interleave(out.shape[0] // (len(counts) or 1)))
+    out.copy_(counts.repeat_interleave(queries_each(out.shape[0], len(counts))))
 
 
 _OVERHEAD: Final = 5
@@ -174,7 +184,7 @@ def live_query_offsets(state_indices: Tensor) -> Tensor:
 
 def lengths_by_token(seq_lens: Tensor, out: Tensor) -> None:
     """Write how many keys each query token sees if every request has as many: one more for each next token."""
-    width = out.shape[0] // (len(seq_lens) or 1)
+    width = queries_each(out.shape[0], len(seq_lens))
     out.copy_((seq_lens[:, None] + torch.arange(1 - width, 1, device=out.device)).clamp(min=0).flatten())
 
 

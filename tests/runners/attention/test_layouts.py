@@ -137,6 +137,17 @@ def test_a_step_of_no_requests_has_empty_sets(name: str) -> None:
         assert getattr(view, slot).tolist() in ([], [0]), slot
 
 
+@pytest.mark.parametrize("name", ["SparseIndexer", "TritonBalanced", "TritonDecode", "TritonWindow"])
+def test_requests_of_different_lengths_are_refused_by_sets_for_equal_ones(name: str) -> None:
+    """Three tokens of two requests: the set says what it is for."""
+    inputs = kinds.with_tokens(name)
+    runner: EagerRunner[Any] = EagerRunner(inputs, lambda view: view, sizes=kinds.sizes_of(inputs, 4), backend="cpu")
+    one = kinds.random_requests(random.Random(1), name, 4, 1, 2)
+    batch = kinds.batch_of(one, name, torch.device("cpu")) | {"queries": torch.ones(3, 4)}
+    with pytest.raises(errors.ComputeError, match="3 padded tokens do not divide among 2 padded requests"):
+        runner(batch)
+
+
 HALVES = ((0, 3), (3, 8))
 """The requests of two micro-batches."""
 
