@@ -164,13 +164,18 @@ class Inputs(metaclass=_Declaring):
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError that explains why a declared name has no value in this object."""
             declaration = type(self).slotgraph
+            info = self._slotgraph_view
             is_slot = name in declaration.slots or name in declaration.groups
-            if name in declaration.fields:
+            if name in declaration.fields and info is not None and not (info.captured or info.placeholder):
+                message = f"the batch has no {name!r}, a field without a default: give it one, or declare a default"
+            elif name in declaration.fields:
                 message = (
                     f"{name!r} is carried from the batch and has no default, so no graph may depend on it: it is not "
                     "to be seen during capture. Make it a slot, or give it a default that holds for every graph"
                 )
-            elif is_slot and self._slotgraph_view is None:
+                if info is not None and info.placeholder:
+                    message += "; if breaks alone read it, give it a value in placeholder()"
+            elif is_slot and info is None:
                 message = (
                     f"slot {name!r} is not in a batch, and this object is a batch (attrs.evolve makes one of a "
                     "view): read the slot in the view that a fill hands out"

@@ -95,6 +95,7 @@ class ViewInfo:
         captured: Whether the view is for a capture, which would freeze what functions on the host return for a
             micro-batch.
         exact: Whether it has live rows only.
+        placeholder: Whether its batch is the declaration's placeholder.
     """
 
     step: Step
@@ -104,6 +105,7 @@ class ViewInfo:
     whole: frozenset[str] = frozenset()
     captured: bool = False
     exact: bool = False
+    placeholder: bool = False
 
 
 @attrs.define(eq=False)
