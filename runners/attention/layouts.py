@@ -205,8 +205,13 @@ def _flash_mla_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, page_table: T
 @fills("cost_offsets", "part_offsets", "tile_scheduler_metadata", "num_splits", kernel=_flash_mla_kernel)
 def flash_mla_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor, out: Mapping[str, Tensor]) -> None:
     """Write the offsets of requests and of parts in all work, the schedule of parts, and the offsets of splits."""
+    parts = [
+        len(out[name]) - more for name, more in (("tile_scheduler_metadata", 0), ("part_offsets", 1)) if name in out
+    ]
+    if not parts:
+        raise ValueError("no slot has SM_PARTS: of tile_scheduler_metadata and part_offsets, drop one at most")
     cost_offsets = block_costs(seq_lens, page_size)
-    part_offsets = part_starts(cost_offsets, page_table, out["tile_scheduler_metadata"].shape[0])
+    part_offsets = part_starts(cost_offsets, page_table, parts[0])
     values = {
         "cost_offsets": cost_offsets,
         "part_offsets": part_offsets,
