@@ -43,7 +43,20 @@ def _holds_slots(value: object, depth: int = 4) -> bool:
 
 
 class _Declaring(type):
-    """Rejects changes of a declared class that would lose slots: redefining it, or adding a slot afterwards."""
+    """Rejects bases that Python cannot put in order, and changes of a declared class that would lose slots."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], *rest: Any, **keywords: Any) -> Any:
+        for number, base in enumerate(bases):
+            for later in bases[number + 1 :]:
+                if base in later.__mro__:
+                    has_all = (
+                        "is named twice" if later is base else f"is a base of {later.__name__}, which has all of it"
+                    )
+                    raise refused(
+                        name,
+                        [DeclarationError(f"{name}: its base {base.__name__} {has_all}: name {later.__name__} alone")],
+                    )
+        return super().__new__(cls, name, bases, *rest, **keywords)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         makes_anew = name == "__attrs_attrs__" or name.startswith("__dataclass_")
@@ -129,6 +142,8 @@ class Inputs(metaclass=_Declaring):
             stop: One past the last row.
             tokens: The range on TOKENS that belongs to these rows, required if requests differ in length.
         """
+        if axis == TOKENS and tokens is not None:
+            raise BatchError("narrow(TOKENS, a, b) names the tokens already: leave tokens= out")
         ranges = {axis: (start, stop)} | ({} if tokens is None else {TOKENS: tokens})
         return narrowed(self, self.slotgraph.slots, self._slotgraph_view, ranges)
 
@@ -149,13 +164,18 @@ class Inputs(metaclass=_Declaring):
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError that explains why a declared name has no value in this object."""
             declaration = type(self).slotgraph
+            info = self._slotgraph_view
             is_slot = name in declaration.slots or name in declaration.groups
-            if name in declaration.fields:
+            if name in declaration.fields and info is not None and not (info.captured or info.placeholder):
+                message = f"the batch has no {name!r}, a field without a default: give it one, or declare a default"
+            elif name in declaration.fields:
                 message = (
                     f"{name!r} is carried from the batch and has no default, so no graph may depend on it: it is not "
                     "to be seen during capture. Make it a slot, or give it a default that holds for every graph"
                 )
-            elif is_slot and self._slotgraph_view is None:
+                if info is not None and info.placeholder:
+                    message += "; if breaks alone read it, give it a value in placeholder()"
+            elif is_slot and info is None:
                 message = (
                     f"slot {name!r} is not in a batch, and this object is a batch (attrs.evolve makes one of a "
                     "view): read the slot in the view that a fill hands out"

@@ -95,6 +95,7 @@ class ViewInfo:
         captured: Whether the view is for a capture, which would freeze what functions on the host return for a
             micro-batch.
         exact: Whether it has live rows only.
+        placeholder: Whether its batch is the declaration's placeholder.
     """
 
     step: Step
@@ -104,6 +105,7 @@ class ViewInfo:
     whole: frozenset[str] = frozenset()
     captured: bool = False
     exact: bool = False
+    placeholder: bool = False
 
 
 @attrs.define(eq=False)
@@ -208,19 +210,39 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
 def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
     """Add the ranges on axes that follow from the given ones. Raise BatchError for rows that do not exist."""
     sizes = info.step.padded_sizes
-    every = dict(ranges)
-    for axis, (start, stop) in ranges.items():
-        if axis not in sizes:
-            near = did_you_mean(axis, map(str, sizes))
-            raise BatchError(f"no slot of {info.declaration.name} has rows on {axis}: narrow another axis{near}")
-        if not 0 <= start <= stop <= sizes[axis]:
-            raise BatchError(f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}")
+    every = {axis: _checked(axis, rows, info) for axis, rows in ranges.items()}
+    for axis, (start, stop) in [*every.items()]:
         if axis in info.relations and not set(ranges) & info.relations[axis].axes:
             raise BatchError(f"{axis} follows from {info.relations[axis]}: narrow that axis in its place")
         for other, size in info.relations.items():
             if axis in size.axes:
-                every.setdefault(other, (size.at({**sizes, axis: start}), size.at({**sizes, axis: stop})))
+                follows = size.at({**sizes, axis: start}), size.at({**sizes, axis: stop})
+                if every.setdefault(other, follows) != follows and other in ranges:
+                    raise BatchError(
+                        f"rows {start} to {stop} of {axis} have rows {follows} of {other}, which is {size}, and "
+                        f"narrow() got {every[other]} of it: leave that range out"
+                    )
     return every
+
+
+def _checked(axis: Any, rows: Any, info: ViewInfo) -> tuple[int, int]:
+    """Return the first row of a range and the one past its last. Raise BatchError if the view has no such rows."""
+    sizes = info.step.padded_sizes
+    if not isinstance(axis, Axis):
+        raise BatchError(
+            f"narrow() cuts the rows of an axis, such as BATCH, got {axis!r} of type {type(axis).__name__}"
+        )
+    if axis not in sizes:
+        near = did_you_mean(axis, map(str, sizes))
+        raise BatchError(f"no slot of {info.declaration.name} has rows on {axis}: narrow another axis{near}")
+    found = (*rows,) if isinstance(rows, tuple | list) else ()
+    are_whole = [hasattr(row, "__index__") and not isinstance(row, bool) for row in found]  # or a compiler's symbols
+    if are_whole != [True, True]:
+        raise BatchError(f"rows of {axis}: expected two whole numbers, the first and one past the last, got {rows!r}")
+    start, stop = found
+    if not 0 <= start <= stop <= sizes[axis]:
+        raise BatchError(f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}")
+    return start, stop
 
 
 def _cut(

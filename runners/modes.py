@@ -7,11 +7,11 @@ import attrs
 
 from ..dataflow.axes import Axis
 from ..dataflow.buffers import NOT_BOUND, Bound
-from ..dataflow.errors import BatchError, CaptureError, ConfigError
+from ..dataflow.errors import BatchError, CaptureError, ConfigError, place_of
 from ..dataflow.inputs import V
 from ..dataflow.sources import Side
 from .decode import CapturingRunner
-from .engine.config import checked, checked_keys
+from .engine.config import checked, checked_keys, refuse
 from .engine.current import StepLock, Unique, opaque
 from .engine.outputs import Out
 from .engine.stage import Stage
@@ -57,8 +57,11 @@ class ModeRunner(Unique, Generic[V, Out]):
         expected = "a mapping of names to runners, such as {'decode': DecodeRunner(...)}"
         self.modes: dict[str, CapturingRunner[V, Out]] = checked_keys("modes", expected, modes, str)
         self._when: dict[str, When] = checked_keys("when", "a mapping of modes to functions of the batch", when, str)
-        for name in self._when.keys() - self.modes:
-            raise ConfigError(f"when names {name!r}, which is none of the modes: {', '.join(self.modes)}")
+        for name, function in self._when.items():
+            if name not in self.modes:
+                raise ConfigError(f"when names {name!r}, which is none of the modes: {', '.join(self.modes)}")
+            if not callable(function):
+                refuse(f"when of mode {name!r}", "a function of the batch", function)
         first = next(iter(self.modes.values()), None)
         if first is None:
             raise ConfigError("modes= is empty: give at least one runner")
@@ -72,6 +75,7 @@ class ModeRunner(Unique, Generic[V, Out]):
                 "it shares memory in a pool: leave out phase=": runner.phase is not None,
                 "its ranks have batches of their own, which may have other modes": not runner.coordinator.quiet,
                 "it is captured already: capture the modes together": runner.report is not None,
+                "another mode has the same runner: make one for each": [*self.modes.values()].count(runner) > 1,
                 "it has tensors of yours: give bind= to ModeRunner": any(one.adopted for one in runner.graphs.buffers),
             }
             for reason in (reason for reason, holds in reasons.items() if holds):
@@ -103,7 +107,7 @@ class ModeRunner(Unique, Generic[V, Out]):
         chosen = ""
         reasons = list[str]()
         for mode, runner in self.modes.items():
-            if mode in self._when and not self._when[mode](batch):
+            if not self._may_take(mode, batch):
                 reasons.append(f"{mode}: its when= is not true")
                 continue
             chosen = mode
@@ -114,6 +118,15 @@ class ModeRunner(Unique, Generic[V, Out]):
         if not chosen:
             raise BatchError("this batch has no mode: the last mode, which runs batches eagerly, needs no when=")
         return chosen, reasons
+
+    def _may_take(self, mode: str, batch: Any) -> bool:
+        """Return whether a mode's `when` is true, or it has none. Raise BatchError for what the function raises."""
+        try:
+            return mode not in self._when or bool(self._when[mode](batch))
+        except Exception as error:
+            raise BatchError(
+                f"mode {mode!r}: its when= raised {type(error).__name__}{place_of(error)}: {error}"
+            ) from error
 
     def __call__(self, batch: Any, **side: Any) -> Out:
         """Run one step by the batch's mode, and return its outputs as that mode's runner does.

@@ -142,9 +142,8 @@ def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack
             found = operator.attrgetter(stack)(step)
         except AttributeError as error:
             there = [repr(child) for child, _ in getattr(error.obj, "named_children", tuple)()]
-            raise ConfigError(
-                f"stack={stack!r} leads nowhere: {error}; modules there: {', '.join(there) or 'none'}"
-            ) from error
+            known = ", ".join(there) or "none, so pass the module itself, such as stack=model.inner"
+            raise ConfigError(f"stack={stack!r} leads nowhere: {error}; modules there: {known}") from error
     if not isinstance(found, nn.Module):
         raise ConfigError(
             f"stack is a module, or a dotted path to one under the step; {name} is {type(found).__name__}"

@@ -97,10 +97,20 @@ def last_page_lengths(seq_lens: Tensor, page_size: Tensor) -> Tensor:
     return (((seq_lens - 1) % page_size + 1) * (seq_lens > 0)).to(int32)
 
 
+def queries_each(tokens: int, requests: int) -> int:
+    """Return how many query tokens each request has. Raise ValueError if they cannot have equally many."""
+    if tokens % (requests or 1):
+        raise ValueError(
+            f"{tokens} padded tokens do not divide among {requests} padded requests, and requests have equally many in "
+            "the decode and verify steps that this set is for: mix in a prefill's set, or choose buckets that divide"
+        )
+    return tokens // (requests or 1)
+
+
 def tile_counts(seq_lens: Tensor, split_tile_size: Tensor, tokens: int) -> Tensor:
     """Return into how many parts of one size each token's keys are split. Every request has as many tokens."""
     counts = divided_up(seq_lens, split_tile_size)
-    return counts.repeat_interleave(tokens // (len(counts) or 1))
+    return counts.repeat_interleave(queries_each(tokens, len(counts)))
 
 
 _OVERHEAD: Final = 5
@@ -183,7 +193,7 @@ def live_query_offsets(state_indices: Tensor) -> Tensor:
 
 def lengths_by_token(seq_lens: Tensor, out: Tensor) -> None:
     """Write how many keys each query token sees if every request has as many: one more for each next token."""
-    width = out.shape[0] // (len(seq_lens) or 1)
+    width = queries_each(out.shape[0], len(seq_lens))
     out.copy_((seq_lens[:, None] + torch.arange(1 - width, 1, device=out.device)).clamp(min=0).flatten())
 
 
@@ -204,8 +214,13 @@ def _flash_mla_kernel(out: Mapping[str, Tensor], seq_lens: Tensor, page_table: T
 @fills("cost_offsets", "part_offsets", "tile_scheduler_metadata", "num_splits", kernel=_flash_mla_kernel)
 def flash_mla_lists(seq_lens: Tensor, page_table: Tensor, page_size: Tensor, out: Mapping[str, Tensor]) -> None:
     """Write the offsets of requests and of parts in all work, the schedule of parts, and the offsets of splits."""
+    parts = [
+        len(out[name]) - more for name, more in (("tile_scheduler_metadata", 0), ("part_offsets", 1)) if name in out
+    ]
+    if not parts:
+        raise ValueError("no slot has SM_PARTS: of tile_scheduler_metadata and part_offsets, drop one at most")
     cost_offsets = block_costs(seq_lens, page_size)
-    part_offsets = part_starts(cost_offsets, page_table, out["tile_scheduler_metadata"].shape[0])
+    part_offsets = part_starts(cost_offsets, page_table, parts[0])
     values = {
         "cost_offsets": cost_offsets,
         "part_offsets": part_offsets,
@@ -289,7 +304,7 @@ def draft_offsets(seq_lens: Tensor, out: Tensor) -> None:
     """Write, for each step, where each branch's tokens begin: the request's, and one draft more in each step."""
     steps = out.shape[0]
     tokens = out.shape[1] - 1
-    cached = seq_lens.repeat_interleave(tokens // (len(seq_lens) or 1))
+    cached = seq_lens.repeat_interleave(queries_each(tokens, len(seq_lens)))
     drafts = torch.arange(1, steps + 1, dtype=int32, device=out.device)[:, None]
     out.copy_(torch.nn.functional.pad((cached + drafts).cumsum(1), (1, 0)))
 
@@ -297,7 +312,7 @@ def draft_offsets(seq_lens: Tensor, out: Tensor) -> None:
 def draft_tokens(page_table: Tensor, kv_indptr: Tensor, seq_lens: Tensor, page_size: Tensor, out: Tensor) -> None:
     """Write, for each step, the places of each branch's tokens one behind the other, and 0 behind the last."""
     steps = out.shape[0]
-    branches = (kv_indptr.shape[1] - 1) // (len(seq_lens) or 1) or 1
+    branches = queries_each(kv_indptr.shape[1] - 1, len(seq_lens)) or 1
     for starts, places in zip(kv_indptr, out, strict=True):
         in_use, rows, tokens = packed(starts, places.shape[0])
         requests = rows // branches

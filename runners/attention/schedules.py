@@ -76,7 +76,8 @@ def balanced_counts(
     by_length = layouts.divided_up(longest, shortest).minimum(most_splits)
     by_device = layouts.divided_up(runs, head_blocks * out.shape[0]).minimum(most_splits)
     chunks = torch.minimum(layouts.divided_up(longest, by_length), layouts.divided_up(longest, by_device))
-    out.copy_(layouts.divided_up(seq_lens, chunks).repeat_interleave(out.shape[0] // (len(seq_lens) or 1)))
+    counts = layouts.divided_up(seq_lens, chunks)
+    out.copy_(counts.repeat_interleave(layouts.queries_each(out.shape[0], len(seq_lens))))
 
 
 class TritonBalanced(TritonDecode, drop=["split_tile_size"]):

@@ -371,6 +371,8 @@ class Runner(Unique, abc.ABC, Generic[V, Out]):
         coordinator = self.coordinator
         if coordinator.size == 1:
             self.stage.declaration.check_side(side)
+            if batch is not None:
+                self._empty(batch, side)  # refuses one with rows
             return None
         with coordinator.preparing():
             empty, given = self._empty(batch, side)

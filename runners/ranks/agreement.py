@@ -218,7 +218,7 @@ class Agreement(Coordinator):
         Raise RankError if a step was agreed on ahead.
         """
         if self._ahead is not None:
-            raise RankError("the step that was agreed on ahead has not been run: one at a time")
+            raise RankError("the step that was agreed on ahead has not been run: call the runner with its batch first")
         self.begin()
         try:
             yield

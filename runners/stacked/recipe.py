@@ -49,7 +49,11 @@ def fill_placeholder(
     declaration = stage.declaration
     capabilities = stage.backend.capabilities
     request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # even if no slot has the axis
-    values = {**declaration.by_slot(stage.inputs.placeholder(request)), **frozen}
+    made = stage.inputs.placeholder(request)
+    if not isinstance(made, Mapping):
+        what = f"{declaration.name}.placeholder() returned {type(made).__name__}"
+        raise CaptureError(f"{what}: return a mapping of slots and fields to values")
+    values = {**declaration.by_slot(made), **frozen}
     for name in values.keys() - {*declaration.sources, *declaration.fields, *declaration.disabled}:
         raise CaptureError(
             f"{declaration.name}.placeholder() names {name!r}, which is neither a copied slot nor a field"
@@ -123,7 +127,7 @@ def capture_stack(
     with capture_errors(), stage.backend.stream(), torch.no_grad():
         step = stage.declaration.step(live, bucket.sizes)
         fields = fill_placeholder(stage, buffers, step, bucket.absent, bucket.frozen)
-        view = live_viewer(stage, bucket)(fields, live)
+        view = live_viewer(stage, bucket, placeholder=True)(fields, live)
         shown = live_viewer(stage, bucket, **stage.capture_info)(None, live)  # the view for graphs
 
         def noted(*args: Any, **kwargs: Any) -> Any:

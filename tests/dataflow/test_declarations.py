@@ -186,6 +186,20 @@ def test_bases_that_say_different_things_are_refused() -> None:
         assert said in refused(types.new_class, "Made", (Base,), {"drop": drop})[0]
 
 
+def test_a_base_before_its_own_subclass_is_refused() -> None:
+    """Python could not order the two; the subclass has all slots of its base. Behind the subclass the base may be."""
+    more = declared(more=rows())
+    for bases, why in (
+        ((Base, more), "is a base of Made, which has all of it: name Made alone"),
+        ((Base, Base), "twice"),
+    ):
+        [fault] = refused(types.new_class, "Torn", bases)
+        assert fault.startswith("Torn: its base Base")
+        assert why in fault
+    made: Any = types.new_class("Whole", (more, Base))
+    assert [*made.slotgraph.slots] == ["ids", "more"]
+
+
 def test_nothing_else_takes_the_place_of_a_bases_slot() -> None:
     """A base's slot stays one: a value, a field, an annotation or a method in its place is refused by its name."""
     slots = {name: rows() for name in "abcd"}

@@ -126,6 +126,9 @@ def test_a_runner_without_ranks_agrees_with_itself() -> None:
     runner = decoder(Counted, lambda view: view.ids, buckets=[2])
     runner.agree_ahead(stepping.batch_of(2, 3))
     assert runner.idle() is None
+    assert runner.idle(stepping.batch_of(0, 3)) is None
+    with pytest.raises(BatchError, match="this one has 2: call the runner with it"):
+        runner.idle(stepping.batch_of(2, 3))
     assert runner.agreed is None
     assert runner.stats()["ranks"] == {"rank": 0, "size": 1, "quiet": True, "over": None, "exchanges": 0, "forced": {}}
     assert runner(stepping.batch_of(2, 3)).shape[0] == 2

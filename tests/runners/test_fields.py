@@ -222,3 +222,29 @@ def test_a_placeholders_values_are_converted_and_validated() -> None:
 
     with pytest.raises(CaptureError, match="field 'scale': 'scale' must be >= 0"):
         around(noted, "cpu-capture", inputs=Wrong)
+
+
+def test_a_field_that_a_batch_lacks_is_told_by_its_name() -> None:
+    """A capture says that no graph may depend on it, and how breaks may; a step, that the batch has none."""
+
+    class Named(Prefill):
+        level: int
+
+    @graph_break
+    def raised(hidden: torch.Tensor, view: Named) -> torch.Tensor:
+        leveled: torch.Tensor = hidden * view.level
+        return leveled
+
+    with pytest.raises(CaptureError, match=r"'level' is carried from .* give it a value in placeholder\(\)"):
+        around(raised, "cpu-capture", inputs=Named)
+    runner: EagerRunner[Named] = EagerRunner(Named, lambda view: view.positions * view.level, backend="cpu")
+    with pytest.raises(AttributeError, match="the batch has no 'level', a field without a default: give it one"):
+        runner(batch_of([2, 1], seed=4))
+
+    class Listed(Prefill):
+        @classmethod
+        def placeholder(cls, step: Step) -> Any:
+            return [step.live(TOKENS)]
+
+    with pytest.raises(CaptureError, match=r"Listed.placeholder\(\) returned list: return a mapping"):
+        around(raised, "cpu-capture", inputs=Listed)

@@ -421,10 +421,21 @@ def test_what_does_not_fit_is_refused(backend: Backend) -> None:
     refused(
         "when names 'prefill', which is none of the modes: decode, mixed", lambda _: None, when={"prefill": is_uniform}
     )
+    refused("when of mode 'decode': expected a function", lambda _: None, when={"decode": True})
+    refused("another mode has the same runner", lambda modes: modes.update(other=modes["decode"]))
     runner = ModeRunner(parts(backend), {"decode": is_uniform, "mixed": lambda _: False})
     runner.capture()
     with pytest.raises(BatchError, match="this batch has no mode"):
         runner(MIXED)
+    for when, says in (
+        (lambda batch: batch["no"], "KeyError at .*: 'no'"),
+        (lambda batch: batch["lens"] == 1, "ambiguous"),
+    ):
+        runner = ModeRunner(parts(backend), {"decode": when})
+        runner.capture()
+        for call in (runner, runner.fill, runner.decide):
+            with pytest.raises(BatchError, match=f"mode 'decode': its when= raised .*{says}"):
+                call({**MIXED, "lens": torch.tensor(MIXED["lens"])})
     with pytest.raises(ReplayError, match="cannot be copied"):
         copy.copy(runner)
 

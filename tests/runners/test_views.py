@@ -283,6 +283,24 @@ def test_what_cannot_be_narrowed_is_refused() -> None:
         batch.narrow(BATCH, 0, 1)
 
 
+def test_ranges_that_say_no_rows_are_refused() -> None:
+    """Tokens of other requests would be another batch; what is no range is told by its axis."""
+    view = WHOLE.fill(micro_batch(3, 4, seed=4, bias=True))
+    assert_same_views(view.narrow(BATCH, 1, 3), view.narrow(BATCH, 1, 3, tokens=(2, 6)))
+    wrong: list[tuple[tuple[Any, ...], Any, str]] = [
+        ((BATCH, 1, 3), (2, 5), r"rows 1 to 3 of BATCH have rows \(2, 6\) of TOKENS, .* leave that range out"),
+        ((BATCH, 1, 3), 2, "rows of TOKENS: expected two whole numbers"),
+        ((BATCH, 1, 3), (2,), "rows of TOKENS: expected two whole numbers"),
+        ((BATCH, 1.0, 3), None, "rows of BATCH: expected two whole numbers"),
+        ((BATCH, True, 3), None, "rows of BATCH: expected two whole numbers"),
+        ((TOKENS, 2, 6), (2, 6), "leave tokens= out"),
+        (("BATCH", 1, 3), None, "an axis, such as BATCH, got 'BATCH'"),
+    ]
+    for rows, tokens, says in wrong:
+        with pytest.raises(BatchError, match=says):
+            view.narrow(*rows, tokens=tokens)
+
+
 COLUMNS = Axis("COLUMNS", fixed=True)
 
 

@@ -140,6 +140,39 @@ def test_a_step_of_no_requests_has_empty_sets(name: str) -> None:
         assert found.numel() in {0, 1, STEPS}, slot
 
 
+@pytest.mark.parametrize("name", ["SparseIndexer", "TritonBalanced", "TritonDecode", "TritonWindow"])
+def test_requests_of_different_lengths_are_refused_by_sets_for_equal_ones(name: str) -> None:
+    """Three tokens of two requests: the set says what it is for."""
+    inputs = kinds.with_tokens(name)
+    runner: EagerRunner[Any] = EagerRunner(inputs, lambda view: view, sizes=kinds.sizes_of(inputs, 4), backend="cpu")
+    one = kinds.random_requests(random.Random(1), name, 4, 1, 2)
+    batch = kinds.batch_of(one, name, torch.device("cpu")) | {"queries": torch.ones(3, 4)}
+    with pytest.raises(errors.ComputeError, match="3 padded tokens do not divide among 2 padded requests"):
+        runner(batch)
+
+
+@pytest.mark.parametrize("name", ["FlashAttention", "FlashInferVerify", "FlashMLA", "FlexDecode", "TritonDecode"])
+def test_what_a_kernel_does_not_read_may_be_left_out(name: str) -> None:
+    """Each computed slot alone is what it is among all; FlashMLA's need one that has its parts."""
+    one = kinds.random_requests(random.Random(9), name, 4, 2, 3)
+    batch = kinds.batch_of(one, name, torch.device("cpu"))
+    computed = [slot for slot, kind in kinds.KINDS[name].slotgraph.slots.items() if kind.needs]
+    views = dict[str, Any]()
+    for alone in ("", *computed):
+        dropped = [slot for slot in computed if alone and slot != alone]
+        inputs: Any = types.new_class("Part", (kinds.with_tokens(name),), {"drop": dropped})
+        sizes = kinds.sizes_of(inputs, 4) | ({WIDTH: 2} if WIDTH in inputs.slotgraph.axes else {})
+        runner: EagerRunner[Any] = EagerRunner(inputs, lambda view: view, sizes=sizes, backend="cpu")
+        if alone in ("cost_offsets", "num_splits"):
+            with pytest.raises(errors.ComputeError, match="no slot has SM_PARTS"):
+                runner(batch)
+        else:
+            views[alone] = runner(batch)
+    whole = views.pop("")
+    for slot, view in views.items():
+        assert torch.equal(getattr(view, slot), getattr(whole, slot)), slot
+
+
 HALVES = ((0, 3), (3, 8))
 """The requests of two micro-batches."""
 

@@ -232,7 +232,7 @@ MISSING: list[tuple[Any, Any, str]] = [
     (Model(), "model", r"leads nowhere: 'Model' object has no attribute 'model'; modules there: 'inner'"),
     (Model(), "head", r"stack is a module, or a dotted path to one under the step; head is Parameter"),
     (Model(), 3, r"stack is a module, or a dotted path to one under the step; int is int"),
-    (lambda view: view, "inner", r"leads nowhere: .* no attribute 'inner'; modules there: none"),
+    (lambda view: view, "inner", r"leads nowhere: .* no attribute 'inner'; .* none, so pass the module itself"),
 ]
 
 
