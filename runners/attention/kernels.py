@@ -177,8 +177,9 @@ class TritonDraft(PagedCache):
     The layout is that of `generate_draft_decode_kv_indices` (sgl-project/sglang, speculative/spec_utils.py, commit
     00731f0) for pages of one token. A branch sees the request's tokens and its own drafts so far, that of the step
     itself included. Its drafts are STEPS tokens of the request's row, behind seq_lens and the branches before it, so
-    page_table has room for all of them. Drafting without branches needs no lists of its own: as many requests are a
-    decode whose seq_lens advance.
+    page_table has room for all of them. Where a tree goes on from another branch (`DraftStep.branches`), a branch still
+    sees its own earlier drafts, as with SGLang: that costs accepted tokens, and never makes a wrong one. Drafting
+    without branches needs no lists of its own: it is a decode whose seq_lens advance.
 
     seq_lens: tokens of each request before the drafts; padded rows as in `PagedCache`.
     kv_indptr: for each step, where each branch's tokens begin in kv_indices, and behind them how many there are.

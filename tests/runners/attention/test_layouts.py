@@ -17,6 +17,7 @@ from slotgraph import (
     EagerRunner,
     Inputs,
     attention,
+    copied,
     errors,
     extend,
     standard,
@@ -24,7 +25,7 @@ from slotgraph import (
 from slotgraph.backends import Backend
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.runners.engine.compiled import AS_ONE
-from slotgraph.speculative import WIDTH
+from slotgraph.speculative import WIDTH, DraftRunner, DraftStep
 from tests.runners.attention import kinds
 from tests.runners.attention.builders import BUILDERS, STEPS, Requests, flashinfer, mla_schedule
 
@@ -233,6 +234,42 @@ def test_all_functions_are_compiled_as_one(name: str, monkeypatch: pytest.Monkey
         view = runner.fill(kinds.batch_of(one, name, backend.device, seed))
         runner.replay(view)
         assert_built(view, name, kinds.padded(one, name, 2, kinds.bucket_of(rows), backend))
+
+
+class Roots(attention.TritonDraft):
+    """What a draft begins with, and the lists of its attention."""
+
+    topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
+    topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
+
+
+def test_a_draft_runner_has_lists_for_each_step(backend: Backend) -> None:
+    """Each call of the model reads those of its step in a graph: here it drafts the place of its newest token."""
+    page, topk, steps = 4, 2, 3
+
+    def forward(view: Roots, step: DraftStep) -> tuple[torch.Tensor, None]:
+        ends = view.kv_indptr[step.index][1:]
+        newest = view.kv_indices[step.index][ends.long() - 1]
+        return torch.nn.functional.one_hot(newest, 50).float(), None
+
+    sizes = {attention.PAGES: kinds.PAGES, attention.PAGE_SIZE: page}
+    runner: DraftRunner[Any] = DraftRunner(
+        Roots, forward, topk=topk, steps=steps, sizes=sizes, buckets=[3], backend=backend, progress=False
+    )
+    runner.capture()
+    lens, table = [5, 9], [[*range(1, 6)], [*range(6, 11)]]
+    batch = {"seq_lens": lens, "page_table": table, "topk_p": [[0.6, 0.4]] * 2, "topk_index": [[1, 2]] * 2}
+    view = runner.fill(batch)
+    drafts = runner.replay(view)
+    assert view.kv_indptr.shape == (steps, 3 * topk + 1)
+    first = [
+        table[row][place // page] * page + place % page
+        for row, length in enumerate(lens)
+        for place in range(length, length + topk * steps, steps)
+    ]
+    assert view.kv_indices[0][view.kv_indptr[0][1 : 1 + 2 * topk].long() - 1].tolist() == first
+    children = drafts.tokens[:, topk : topk + topk * topk].view(2, topk, topk)
+    assert children[:, :, 0].flatten().tolist() == first  # the likeliest of each
 
 
 def test_page_tables_of_a_pool(backend: Backend) -> None:
