@@ -246,7 +246,8 @@ def _row_by_row(rows: Sequence[Any], dtype: torch.dtype) -> Iterator[torch.Tenso
         except (RuntimeError, TypeError, ValueError) as error:
             raise type(error)(f"row {number}: {error}") from error
         if made.dim() != 1 or made.dtype != dtype:
-            raise TypeError(f"row {number} is {dtype_text(made.dtype)} of shape {[*made.shape]}, expected numbers")
+            got = f"{dtype_text(made.dtype)} of shape {[*made.shape]}"
+            raise TypeError(f"row {number} is {got}, expected numbers of {dtype_text(dtype)} in one dim: convert it")
         yield made
 
 

@@ -23,6 +23,7 @@ from .tree import Drafts, Frontier, top_tokens
 CHAINED: Final = ("input_ids", "hidden_states")
 ChainedStep: TypeAlias = Callable[[V, V | None], Out]
 POSITIONS: Final = ("positions", "mrope_positions")
+_BEGINNING: Final = ("topk_p", "topk_index")
 _IDS: Final = "input_ids"
 
 
@@ -93,8 +94,17 @@ def draft_tree(forward: Forward[V], topk: int, steps: int, view: V, /) -> Drafts
         steps: The depth of the tree.
         view: A view or a batch of a declaration that fits a `DraftRunner`; of its slots the draft reads these three,
             `topk_p`, `topk_index` and `hidden_states`, and `forward` what it likes.
+
+    Raises:
+        ConfigError: `topk_p` or `topk_index` of the view is not a tensor of shape [requests, topk].
+        CaptureError: `forward` returns something else.
     """
-    slots = vars(view)
+    slots = getattr(view, "__dict__", {})
+    for name in _BEGINNING:
+        first = slots.get(name)
+        if not isinstance(first, torch.Tensor) or first.shape[1:] != (topk,):
+            got = f"shape {list(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
+            raise ConfigError(f"a draft begins with {name!r}, a tensor of shape [requests, {topk}], got {got}")
     frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
     shape = (-1, topk, topk)
     staged = slots.get(_IDS)
@@ -136,7 +146,7 @@ def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, t
 def _check_slots(declaration: Declaration) -> None:
     """Raise ConfigError if a slot that the draft reads or writes is of another kind."""
     slots = declaration.slots
-    for name in ("topk_p", "topk_index"):
+    for name in _BEGINNING:
         slot = slots.get(name)
         if slot is None or slot.optional or slot.shape != (Dim.of(BATCH), Dim.of(TOPK)):
             raise ConfigError(

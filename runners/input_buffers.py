@@ -26,6 +26,7 @@ from .engine.config import (
     check_step,
     checked,
     checked_keys,
+    checked_names,
     checked_sizes,
     is_collection,
     refuse,
@@ -364,7 +365,7 @@ class Layer(Generic[V]):
     def pattern(self, absent: Collection[str]) -> Absent:
         """Return absent slots as a set. Raise ConfigError if one is unknown, or not optional."""
         if not isinstance(absent, frozenset):
-            self.stage.declaration.check_names("absent", absent, "optional")
+            self.stage.declaration.check_names("absent", checked_names("absent", absent), "optional")
         return frozenset(absent)
 
     def unknown(self, argument: str, axis: Axis) -> ConfigError:
@@ -507,7 +508,8 @@ class BucketBuffers(Generic[V]):
         clean = layer.buffers.clean
         if only is not None and skip:
             raise ConfigError("only= and skip= are both given: name the slots to write, or those to skip")
-        declaration.check_names("skip" if only is None else "only", skip if only is None else only, "copied")
+        argument, names = ("skip", skip) if only is None else ("only", only)
+        declaration.check_names(argument, checked_names(argument, names), "copied")
         copied = declaration.sources.keys() - call.absent
         last, behind = layer.behind
         is_own = last is not None and (last.padded, last.absent) == (self._padded, call.absent)

@@ -304,7 +304,7 @@ FAULTS: Final[dict[str, tuple[Any, str]]] = {
     "a list in itself": (LOOP, "row 1: "),
     "a row of rows of two lengths": ([[1], [[2], [3, 4]]], "row 1: its rows are ragged"),
     "an array of floats": ([array([1]), array([2.0], float)], "row 1 is float64"),
-    "an array of other integers": ([array([1], np.int16), array([2])], "row 0 is int16"),
+    "an array of other integers": ([array([1], np.int16), array([2])], "int32 in one dim: convert it"),
     "an array of bools": ([[1], array([True], bool)], "row 1 is bool"),
     "a table as a row": ([array([1]), array([[2]])], "row 1 is ndarray"),
     "an array of no dims": ([array(1), [2]], "row 0 is ndarray"),

@@ -257,6 +257,23 @@ def test_what_cannot_be_drafted_is_refused() -> None:
             DraftRunner(inputs, forward, backend="cpu", **given)
 
 
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        (
+            BareInputs(topk_p=torch.ones(2, 2), topk_index=torch.zeros(2, 3)),
+            r"'topk_p', .* \[requests, 3\], .* \[2, 2\]",
+        ),
+        (BareInputs(topk_p=torch.ones(2, 3), topk_index=[[1, 2, 3]]), r"'topk_index', a tensor .* got list"),  # type: ignore[arg-type]
+        ({"topk_p": torch.ones(2, 3)}, "'topk_p', a tensor .* got NoneType"),
+    ],
+)
+def test_a_tree_of_other_slots_is_refused(view: Any, message: str) -> None:
+    """One that is drafted in a step of your own has no runner that checks them."""
+    with pytest.raises(ConfigError, match=message):
+        draft_tree(lambda *_: (torch.rand(6, WORDS), None), 3, 2, view)
+
+
 def test_what_forward_returns_is_checked(cpu: str) -> None:
     """Logits and hidden states have a row a token, or no bucket is captured, for that reason."""
     wrong: list[tuple[Callable[..., Any], str]] = [

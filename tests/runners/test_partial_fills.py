@@ -152,14 +152,19 @@ def test_the_rest_is_left_to_the_graph(lowering: str) -> None:
 
 
 def test_names_that_are_no_slots_are_refused() -> None:
-    """Names that are no slots, and both arguments at once; nothing is written."""
+    """Names that are no slots, what holds no names, and both arguments at once; nothing is written."""
     buffers, _ = pair("cpu", "direct")
+    options: dict[str, Any]
     batch = batch_of(2, 4)
     before = copy_of(buffers.fill(batch, PADDED[0]))
     for options, match in (
         ({"only": ["tables"]}, "only names 'tables'.*did you mean 'table'"),
         ({"skip": ["tables"]}, "skip names 'tables'"),
         ({"only": ["ids"], "skip": ["table"]}, "both given"),
+        ({"only": "ids"}, "only: expected names of slots in a list or tuple, got 'ids'"),
+        ({"only": (name for name in ["ids"])}, "only: expected names of slots"),  # read twice, it would name none
+        ({"skip": 5}, "skip: expected names of slots"),
+        ({"absent": "ids"}, "absent: expected names of slots"),
     ):
         with pytest.raises(ConfigError, match=match):
             buffers.fill(batch_of(2, 9), PADDED[0], **options)
