@@ -293,11 +293,18 @@ def _checked_array(numbers: Any) -> "np.ndarray[Any, Any]":
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     """Make a tensor through NumPy, for dtypes that `struct` has no format for, and numbers of another kind."""
     array = _checked_array(numbers)
+    if array.dtype == np.uint64:
+        array = array.view(np.uint64)  # NumPy may call it `ulonglong`, which torch does not know
     made = torch.from_numpy(array)
     if made.dtype == torch.bool:
         return made
     if not _BOOLS.isdisjoint(map(type, numbers)):
         raise TypeError("bools and numbers together")
+    is_whole = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if is_whole and made.is_floating_point() and all(isinstance(one, int | np.integer) for one in numbers):
+        array = np.asarray(numbers, dtype=object)  # NumPy makes floats of numbers that int64 and uint64 hold apart
+        _check_range(array, dtype)
+        return torch.from_numpy(array.astype(np.uint64))
     if dtype.is_complex or made.is_complex():
         return made.to(dtype) if dtype.is_complex else made
     if dtype.is_floating_point or made.is_floating_point():  # convert directly, so that each value is rounded only once
@@ -307,11 +314,16 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
         if lost.any():
             raise ValueError(f"{dtype_text(made.dtype)} cannot hold {exact[lost][0].item()}")
     elif dtype != torch.bool:
-        out = (array < torch.iinfo(dtype).min) | (array > torch.iinfo(dtype).max)
-        if out.any():
-            raise ValueError(f"{dtype_text(dtype)} cannot hold {array[out][0]}")
+        _check_range(array, dtype)
         made = made.to(dtype)
     return made
+
+
+def _check_range(array: "np.ndarray[Any, Any]", dtype: torch.dtype) -> None:
+    """Raise ValueError for a whole number that the dtype cannot hold."""
+    out = (array < torch.iinfo(dtype).min) | (array > torch.iinfo(dtype).max)
+    if out.any():
+        raise ValueError(f"{dtype_text(dtype)} cannot hold {array[out][0]}")
 
 
 def bytes_of_tensor(source: torch.Tensor, start: int = 0, stop: int | None = None) -> bytes:

@@ -139,6 +139,21 @@ def test_lists_of_arrays_are_of_a_known_kind_at_each_size() -> None:
     assert kinds.read(([*np.ones((2, 3, 1), dtype=np.int32)],)) is None
 
 
+def test_whole_numbers_of_64_bits_are_taken_as_they_are() -> None:
+    """NumPy makes floats of those that int64 and uint64 hold apart, and a kind that torch does not know of others."""
+    big, most = 1 << 63, (1 << 64) - 1
+    wholes: list[Any] = [[big], [1, big], [most, 0, big + 1], [np.uint64(big), 1], (big, 1)]
+    for numbers in wholes:
+        assert tensor_of(numbers, torch.uint64, (-1,)).tolist() == [*map(int, numbers)]
+        with pytest.raises(ValueError, match=r"int64 cannot hold [19]\d{18}"):
+            tensor_of(numbers, torch.int64, (-1,))
+        assert tensor_of(numbers, torch.float64, (-1,)).tolist() == [*map(float, numbers)]
+    with pytest.raises(ValueError, match="uint64 cannot hold -1"):
+        tensor_of([-1, big], torch.uint64, (-1,))
+    with pytest.raises(TypeError, match="bools and numbers together"):
+        tensor_of([True, big], torch.uint64, (-1,))
+
+
 def test_what_is_no_box_of_numbers_is_refused() -> None:
     """What a dtype cannot hold, and lists that are no box, are refused with the reason, not changed."""
     for brought, dtype, said in REFUSED:
