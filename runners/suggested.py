@@ -68,8 +68,10 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
         name: The name of the class.
 
     Raises:
-        ConfigError: No size differs between the batches.
+        ConfigError: No size differs between the batches, or no class can have that name.
     """
+    if not _is_name(name):
+        raise ConfigError(f"suggest: {name!r} cannot be the name of a class: give another one")
     names = filter(_is_name, dict.fromkeys(itertools.chain.from_iterable(map(keys_of, batches))))
     values = {key: [look_up(batch, key) for batch in batches] for key in names}
     read = {key: _sampled(key, each) for key, each in values.items() if not any(map(callable, each))}

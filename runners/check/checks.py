@@ -18,7 +18,7 @@ from ...dataflow.plan import Absent
 from ...dataflow.shown import Shown, Table, TableRow
 from ..decode import DecodeRunner
 from ..engine.capture import progress_over
-from ..engine.config import checked
+from ..engine.config import checked, checked_state, refuse
 from ..engine.runner import Runner
 from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
 from ..engine.selection import BucketKey, frozen_by, sizes_of
@@ -41,6 +41,10 @@ CHECKS: Final = {
     TRANSITION: check_transition,
 }
 """Every check, in the order in which they run."""
+DRAWN: Final = (
+    "the batches were drawn from the declaration: if live rows never have some of their values, such as a page that "
+    "padded rows write, say which they have, values={'slot': (1, 9)}, or give batches of your own, batches="
+)
 Batches = Callable[[Any, torch.Generator], Any] | Iterable[Any]
 """Batches to check with, or a function that makes one of so many rows, or of such sizes if buckets have several axes.
 
@@ -148,6 +152,11 @@ def check(
     graphs = runner.graphs
     wanted = _chosen(runner, {only} if isinstance(only, str) else only)
     checked("rounds", "a whole number, at least 1", rounds, int, 1)
+    checked("seed", "a whole number", seed, int)
+    checked("values", "a mapping of slots and fields to their values", values, Mapping)
+    state = checked_state(state)
+    if isinstance(batches, Mapping):
+        refuse("batches", "batches in a list, or a function of rows and a generator", batches)
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
@@ -302,6 +311,8 @@ def _checked(
     else:
         message = f"nothing was checked: {'; '.join(trial.notes)}; give batches that a captured bucket takes"
         findings = [Finding(wanted[0], None, message)]
+    if findings and trial.signed is not None:
+        trial.notes[DRAWN] = None
     steps = dict.fromkeys(wanted, len(taken))
     return CheckReport(runner=runner.name, findings=tuple(findings), steps=steps, notes=tuple(trial.notes))
 

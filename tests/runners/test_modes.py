@@ -30,6 +30,7 @@ from slotgraph.backends import Backend
 from slotgraph.errors import BatchError, CaptureError, ConfigError, ReplayError
 from slotgraph.extend import Exclusive, Group, once
 from slotgraph.graphs import ModeRunner
+from slotgraph.metrics import Collector
 from slotgraph.pool import InputPool
 from slotgraph.reports import RecordedFile, replay_file
 from slotgraph.runners.engine.statistics import Decision
@@ -283,6 +284,21 @@ def test_a_mode_is_recorded_and_debugged_as_a_runner(backend: Backend, tmp_path:
     file = RecordedFile.read(path)
     assert len(file.steps) == 2
     assert "equal" in str(replay_file(file, mixed))
+
+
+def test_tools_of_one_runner_ask_for_a_mode(cpu: str, tmp_path: Path) -> None:
+    """What takes one runner says that it takes a mode, and a file's path is no file that was read."""
+    runner, path = of_modes(cpu), tmp_path / "last.safetensors"
+    tools: list[Callable[[], Any]] = [
+        lambda: slotgraph.record(runner, path),
+        lambda: slotgraph.debugged(runner, "parity").__enter__(),
+        lambda: Collector(one=runner),
+    ]
+    for tool in tools:
+        with pytest.raises(ConfigError, match="a runner, or of a ModeRunner one of its modes"):
+            tool()
+    with pytest.raises(ConfigError, match=r"^file: expected a RecordedFile, as RecordedFile.read\(path\) gives it"):
+        replay_file(path, runner.modes["decode"])  # type: ignore[arg-type]
 
 
 def test_a_slot_that_one_mode_reads_is_no_finding(cpu: str) -> None:

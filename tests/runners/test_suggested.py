@@ -114,3 +114,10 @@ def test_any_names(sizes: list[tuple[int, int]], order: Any) -> None:
     assert shapes[names[0]] == shapes[names[1]][:1]
     assert shapes[names[2]] == shapes[names[1]][1:]
     assert (shapes[names[0]] == shapes[names[2]]) == (rows == columns)
+
+
+@pytest.mark.parametrize("name", ["my inputs", "class", ""])
+def test_a_name_that_no_class_can_have(name: str) -> None:
+    """It is refused, before a source is written that cannot run."""
+    with pytest.raises(ConfigError, match="cannot be the name of a class"):
+        suggest([{"x": torch.ones(n)} for n in (2, 5)], name)
