@@ -93,8 +93,8 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
     if own:
         lines += [*(f'{axis} = Axis("{axis}")' for axis in own), ""]
     for key, parts in groups.items():
-        names = ", ".join(f'"{one.name.removeprefix(f"{key}.")}"' for one in parts)
-        lines += [f"{key.upper()}_GROUP = Group({names})", ""]
+        own_names = ", ".join(f'"{one.name.removeprefix(f"{key}.")}"' for one in parts)
+        lines += [f"{key.upper()}_GROUP = Group({own_names})", ""]
     lines += ["", _HEAD.format(count=len(batches)), f"class {name}(Inputs):"]
     for key, parts in read.items():
         if not parts:
