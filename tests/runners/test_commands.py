@@ -526,7 +526,7 @@ def test_what_cannot_be_used() -> None:
         assert "Traceback" not in done.stderr
         assert done.output.strip(), arguments
     done = run("check", "failing_module:make", "--batches", "raises")
-    assert 'KeyError at failing_module.py:22, `raise KeyError("no such thing")`' in done.stderr
+    assert 'KeyError at failing_module.py:26, `raise KeyError("no such thing")`' in done.stderr
 
 
 @pytest.mark.usefixtures("folder")
