@@ -18,14 +18,14 @@ from ...dataflow.plan import Absent
 from ...dataflow.shown import Shown, Table, TableRow
 from ..decode import DecodeRunner
 from ..engine.capture import progress_over
-from ..engine.config import checked, checked_state, refuse
+from ..engine.config import PARITY, POISON, checked, checked_state, refuse
 from ..engine.runner import Runner
 from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
 from ..engine.selection import BucketKey, frozen_by, sizes_of
 from ..engine.state import State, draw_on
 from ..engine.statistics import Decision
 from ..modes import ModeRunner
-from .memory import check_coverage, check_moves, check_races
+from .memory import UNREAD, check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .transitions import TRANSITION, check_transition
 from .trial import Finding, Trial, unwatched
@@ -193,8 +193,8 @@ def _check_modes(runner: ModeRunner[Any, Any], batches: Batches | None, **option
         notes += [f"{mode}: {note}" for note in report.notes]
         steps.update(report.steps)
         times += 1
-    unread = collections.Counter(one.slot for one in found if one.check == "coverage")
-    findings = tuple(one for one in found if one.check != "coverage" or unread[one.slot] == times)  # no mode reads it
+    unread = collections.Counter(one.slot for one in found if f": {UNREAD}" in one.message)
+    findings = tuple(one for one in found if unread[one.slot] in (0, times) or f": {UNREAD}" not in one.message)
     name = type(runner).__name__
     seconds = time.perf_counter() - start
     return CheckReport(runner=name, findings=findings, steps=steps, notes=tuple(notes), seconds=seconds)
@@ -311,7 +311,7 @@ def _checked(
     else:
         message = f"nothing was checked: {'; '.join(trial.notes)}; give batches that a captured bucket takes"
         findings = [Finding(wanted[0], None, message)]
-    if findings and trial.signed is not None:
+    if trial.signed is not None and any(one.check in (POISON, PARITY) for one in findings):
         trial.notes[DRAWN] = None
     steps = dict.fromkeys(wanted, len(taken))
     return CheckReport(runner=runner.name, findings=tuple(findings), steps=steps, notes=tuple(trial.notes))

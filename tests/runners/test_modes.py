@@ -25,6 +25,7 @@ from slotgraph import (
     copied,
     current_view,
     graph_break,
+    output,
 )
 from slotgraph.backends import Backend
 from slotgraph.errors import BatchError, CaptureError, ConfigError, ReplayError
@@ -320,6 +321,26 @@ def test_a_slot_that_one_mode_reads_is_no_finding(cpu: str) -> None:
     runner.capture()
     report = slotgraph.check(runner, only="coverage")
     assert {one.slot for one in report.findings} == {"unread"}
+
+
+def test_an_output_that_one_mode_leaves_unwritten_is_a_finding(cpu: str) -> None:
+    """It is wrong in that mode, whatever the others do, unlike a slot that one of them reads."""
+
+    class Written(Inputs):
+        ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+        logits: torch.Tensor = output(TOKENS, dtype=torch.int64)
+
+    def half(view: Any) -> Any:
+        view.logits[::2].copy_(view.ids[::2])
+        return view.ids * 2
+
+    steps: dict[str, Any] = {"half": half, "whole": lambda view: view.logits.copy_(view.ids)}
+    modes = {name: DecodeRunner(Written, step, buckets=[2, 4], backend=cpu) for name, step in steps.items()}
+    runner: Any = ModeRunner(modes)
+    runner.capture()
+    (found,) = slotgraph.check(runner, only="coverage").findings
+    assert found.slot == "logits"
+    assert found.message.startswith("half: output slot 'logits' is not written by the step")
 
 
 def test_a_capture_that_fails_leaves_the_other_modes(backend: Backend) -> None:
