@@ -151,12 +151,7 @@ def check(
     start = time.perf_counter()
     graphs = runner.graphs
     wanted = _chosen(runner, {only} if isinstance(only, str) else only)
-    checked("rounds", "a whole number, at least 1", rounds, int, 1)
-    checked("seed", "a whole number", seed, int)
-    checked("values", "a mapping of slots and fields to their values", values, Mapping)
     state = checked_state(state)
-    if isinstance(batches, Mapping):
-        refuse("batches", "batches in a list, or a function of rows and a generator", batches)
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
@@ -227,6 +222,10 @@ def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
     """Return the given batches, or random ones for each bucket: full, with the longest tail, and of other sizes."""
+    checked("rounds", "a whole number, at least 1", rounds, int, 1)
+    checked("seed", "a whole number", seed, int)
+    checked("values", "a mapping of slots and fields to their values", values, Mapping)
+    _refuse_mapping(batches)
     if batches is not None and not callable(batches):
         given = [functools.partial(_sample, one) for one in batches]
         if not given:
@@ -266,6 +265,12 @@ def batches_of(
         chosen = [*dict.fromkeys(chosen[:-rounds]), *chosen[-rounds:]]
         plans[:0] = itertools.product([bucket], chosen, patterns, variants)  # the largest first
     return [functools.partial(made, number, *plan) for number, plan in enumerate(plans)]
+
+
+def _refuse_mapping(batches: Any) -> None:
+    """Raise ConfigError for one batch, whose keys would be taken for batches."""
+    if isinstance(batches, Mapping):
+        refuse("batches", "batches in a list, or a function of rows and a generator", batches)
 
 
 def _sample(made: Any) -> Sample:
