@@ -17,10 +17,10 @@ from .check.memory import readers
 from .check.replays import COPIES, parity_fault, poison_faults
 from .check.trial import Finding, Trial, error_text, info_of, tails_of, unwatched
 from .engine.bits import first_unequal
-from .engine.config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, modes_of
+from .engine.config import ADDRESSES, GENERATIONS, KEYS, PARITY, POISON, Wanted, checked, checked_state, modes_of
 from .engine.graphs import Captured
 from .engine.hooks import WATCHERS, Watcher, watchers_of
-from .engine.runner import Runner
+from .engine.runner import ONE_RUNNER, Runner
 from .engine.sampling import Sample
 from .engine.state import Change, State
 
@@ -206,6 +206,8 @@ def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] 
     Raises:
         ConfigError: `generations` is named, which is part of how a runner is made.
     """
+    checked("runner", ONE_RUNNER, runner, Runner)
+    state = checked_state(state)
     modes = modes_of(wanted)
     if GENERATIONS in modes:
         raise ConfigError(f"debug mode {GENERATIONS!r} is part of how a runner is made: give it debug={GENERATIONS!r}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
 from .engine.config import checked
-from .engine.runner import Runner
+from .engine.runner import ONE_RUNNER, Runner
 from .engine.statistics import EVERY, Counts, Statistics, Why
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Collector:
         Raise ConfigError if it is no runner, or another has the label.
         """
         checked("label", "a text", label, str)
-        checked(f"what label {label!r} names", "a runner", runner, Runner)
+        checked(f"what label {label!r} names", ONE_RUNNER, runner, Runner)
         if self._runners.setdefault(label, runner) is not runner:
             raise ConfigError(f"label {label!r} belongs to another runner: give each a different one")
 

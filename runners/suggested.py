@@ -68,12 +68,14 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
         name: The name of the class.
 
     Raises:
-        ConfigError: No size differs between the batches.
+        ConfigError: No size differs between the batches, or no class can have that name.
     """
+    if not _is_name(name):
+        raise ConfigError(f"suggest: {name!r} cannot be the name of a class: give another one")
     names = filter(_is_name, dict.fromkeys(itertools.chain.from_iterable(map(keys_of, batches))))
     values = {key: [look_up(batch, key) for batch in batches] for key in names}
-    read = {key: _sampled(key, each) for key, each in values.items() if not any(map(callable, each))}
-    samples = [one for one in read.values() if one is not None]
+    read = {key: _read(key, each) for key, each in values.items() if not any(map(callable, each))}
+    samples = [one for parts in read.values() for one in parts]
     axes = _axes(samples)
     if not axes:
         raise ConfigError("suggest: no size differs between these batches: pass batches with other numbers of requests")
@@ -81,22 +83,43 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
     used = [axis for axis in ("BATCH", "TOKENS") if any(axis in text.split() for text in axes.values())]
     on_device = any(not value.is_cpu for one in samples for value in one.present)
     imports = ["Axis"] if own else []
-    lines = ["import torch", f"from slotgraph import {', '.join([*used, *imports, 'Inputs', 'copied'])}", ""]
-    if len(samples) < len(read):
-        lines = ["from typing import Any", "", *lines]
+    groups = {key: parts for key, parts in read.items() if parts and parts[0].name != key}
+    lines = ["from collections.abc import Mapping"] * bool(groups) + ["from typing import Any"] * (
+        not all(read.values())
+    )
+    lines += [""] * bool(lines)
+    lines += ["import torch", f"from slotgraph import {', '.join([*used, *imports, 'Inputs', 'copied'])}"]
+    lines += ["from slotgraph.extend import Group"] * bool(groups) + [""]
     if own:
         lines += [*(f'{axis} = Axis("{axis}")' for axis in own), ""]
+    for key, parts in groups.items():
+        own_names = ", ".join(f'"{one.name.removeprefix(f"{key}.")}"' for one in parts)
+        lines += [f"{key.upper()}_GROUP = Group({own_names})", ""]
     lines += ["", _HEAD.format(count=len(batches)), f"class {name}(Inputs):"]
-    for key, one in read.items():
-        if one is None:
+    for key, parts in read.items():
+        if not parts:
             lines.append(f"    {key}: Any  # a field, no slot: functions of computed slots may read it")
         else:
-            lines += _declared(one, axes, on_device=on_device)
+            lines += _declared(key, parts, axes, on_device=on_device)
     return "\n".join([*lines, ""])
 
 
 def _is_name(key: str) -> bool:
     return key.isidentifier() and not keyword.iskeyword(key) and not key.startswith("_")
+
+
+def _read(key: str, values: Sequence[Any]) -> list[SampledSlot]:
+    """Read the values of one key: one slot, the slots of a group if they are mappings, or none if it is a field."""
+    holders = [value for value in values if isinstance(value, Mapping)]
+    if not holders or any(value is not None and not isinstance(value, Mapping) for value in values):
+        one = _sampled(key, values)
+        return [] if one is None else [one]
+    if any({*holder} != {*holders[0]} for holder in holders) or not all(map(_is_name, map(str, holders[0]))):
+        return []
+    parts = [_sampled(f"{key}.{name}", [look_up(value, name) for value in values]) for name in holders[0]]
+    found = [one for one in parts if one is not None]
+    dims = {one.present[0].dim() for one in found}
+    return found if len(found) == len(parts) and len(dims) == 1 else []
 
 
 def _sampled(name: str, values: Sequence[Any]) -> SampledSlot | None:
@@ -141,7 +164,7 @@ def _axes(samples: Sequence[SampledSlot]) -> dict[tuple[str, DimSizes], str]:
         elif one.name in OF_REQUESTS and dim == 0 and text in {None, "TOKENS"}:
             text = "BATCH"
         elif text is None:
-            text = f"{one.name.upper()}_SIZE" if "BATCH" in named else "BATCH"
+            text = f"{one.name.upper().replace('.', '_')}_SIZE" if "BATCH" in named else "BATCH"
         if text.isidentifier():
             named.setdefault(text, sizes)
         found[one.name, sizes] = text
@@ -161,8 +184,40 @@ def _follows(sizes: DimSizes, axis: str, known: DimSizes) -> str | None:
     return axis if ratio == 1 else f"{axis} * {int(ratio)}"
 
 
-def _declared(one: SampledSlot, axes: Mapping[tuple[str, DimSizes], str], *, on_device: bool) -> Iterator[str]:
-    """Yield the lines that declare a slot: a comment on what is unknown, and the declaration."""
+def _declared(
+    key: str, parts: Sequence[SampledSlot], axes: Mapping[tuple[str, DimSizes], str], *, on_device: bool
+) -> Iterator[str]:
+    """Yield the lines that declare a slot or a group: comments on what is unknown, and the declaration."""
+    shapes = list[list[str]]()
+    for one in parts:
+        notes, shape = _noted(one, axes, on_device=on_device)
+        of = "" if one.name == key else f"{one.name.removeprefix(f'{key}.')}: "
+        yield from (f"    # {of}{note}" for note in notes)
+        shapes.append(shape)
+    names = [one.name.removeprefix(f"{key}.") for one in parts]
+
+    def joined(texts: Sequence[str]) -> str:
+        """Return what all parts have, or a mapping of their names."""
+        if len({*texts}) == 1:
+            return texts[0]
+        return "{" + ", ".join(f'"{name}": {text}' for name, text in zip(names, texts, strict=True)) + "}"
+
+    is_padded = any((one.name, sizes) in axes for one in parts for sizes in one.sizes())
+    options = [
+        f"dtype={joined([str(one.present[0].dtype) for one in parts])}",
+        *["pad=..."] * is_padded,
+        *[f"ragged={joined([str(one.is_ragged) for one in parts])}"] * any(one.is_ragged for one in parts),
+        *["default=None"] * any(len(one.present) < len(one.values) for one in parts),
+        *[f"group={key.upper()}_GROUP"] * (parts[0].name != key),
+    ]
+    kind = "torch.Tensor" if parts[0].name == key else "Mapping[str, torch.Tensor]"
+    yield f"    {key}: {kind} = copied({', '.join([*map(joined, zip(*shapes, strict=True)), *options])})"
+
+
+def _noted(
+    one: SampledSlot, axes: Mapping[tuple[str, DimSizes], str], *, on_device: bool
+) -> tuple[list[str], list[str]]:
+    """Return notes on what is unknown of a slot, and its shape."""
     first = one.present[0]
     shape = [axes.get((one.name, sizes)) or str(first.shape[dim]) for dim, sizes in enumerate(one.sizes())]
     notes = list[str]()
@@ -178,11 +233,4 @@ def _declared(one: SampledSlot, axes: Mapping[tuple[str, DimSizes], str], *, on_
     is_padded = any((one.name, sizes) in axes for sizes in one.sizes())
     if not is_padded and not one.is_ragged and all(torch.equal(value, first) for value in one.present):
         notes.append("it is the same in all batches: constant(...) sets such a slot once")
-    options = [
-        f"dtype={first.dtype}",
-        *["pad=..."] * is_padded,
-        *["ragged=True"] * one.is_ragged,
-        *["default=None"] * (len(one.present) < len(one.values)),
-    ]
-    yield from (f"    # {note}" for note in notes)
-    yield f"    {one.name}: torch.Tensor = copied({', '.join([*shape, *options])})"
+    return notes, shape

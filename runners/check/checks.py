@@ -18,14 +18,14 @@ from ...dataflow.plan import Absent
 from ...dataflow.shown import Shown, Table, TableRow
 from ..decode import DecodeRunner
 from ..engine.capture import progress_over
-from ..engine.config import checked
+from ..engine.config import PARITY, POISON, checked, checked_state, refuse
 from ..engine.runner import Runner
 from ..engine.sampling import NO_VALUES, Sample, Values, sample_batch, signed_slots
 from ..engine.selection import BucketKey, frozen_by, sizes_of
 from ..engine.state import State, draw_on
 from ..engine.statistics import Decision
 from ..modes import ModeRunner
-from .memory import check_coverage, check_moves, check_races
+from .memory import UNREAD, check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .transitions import TRANSITION, check_transition
 from .trial import Finding, Trial, unwatched
@@ -41,6 +41,10 @@ CHECKS: Final = {
     TRANSITION: check_transition,
 }
 """Every check, in the order in which they run."""
+DRAWN: Final = (
+    "the batches were drawn from the declaration: if live rows never have some of their values, such as a page that "
+    "padded rows write, say which they have, values={'slot': (1, 9)}, or give batches of your own, batches="
+)
 Batches = Callable[[Any, torch.Generator], Any] | Iterable[Any]
 """Batches to check with, or a function that makes one of so many rows, or of such sizes if buckets have several axes.
 
@@ -147,7 +151,7 @@ def check(
     start = time.perf_counter()
     graphs = runner.graphs
     wanted = _chosen(runner, {only} if isinstance(only, str) else only)
-    checked("rounds", "a whole number, at least 1", rounds, int, 1)
+    state = checked_state(state)
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
@@ -184,8 +188,8 @@ def _check_modes(runner: ModeRunner[Any, Any], batches: Batches | None, **option
         notes += [f"{mode}: {note}" for note in report.notes]
         steps.update(report.steps)
         times += 1
-    unread = collections.Counter(one.slot for one in found if one.check == "coverage")
-    findings = tuple(one for one in found if one.check != "coverage" or unread[one.slot] == times)  # no mode reads it
+    unread = collections.Counter(one.slot for one in found if f": {UNREAD}" in one.message)
+    findings = tuple(one for one in found if unread[one.slot] in (0, times) or f": {UNREAD}" not in one.message)
     name = type(runner).__name__
     seconds = time.perf_counter() - start
     return CheckReport(runner=name, findings=findings, steps=steps, notes=tuple(notes), seconds=seconds)
@@ -218,6 +222,10 @@ def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
     """Return the given batches, or random ones for each bucket: full, with the longest tail, and of other sizes."""
+    checked("rounds", "a whole number, at least 1", rounds, int, 1)
+    checked("seed", "a whole number", seed, int)
+    checked("values", "a mapping of slots and fields to their values", values, Mapping)
+    _refuse_mapping(batches)
     if batches is not None and not callable(batches):
         given = [functools.partial(_sample, one) for one in batches]
         if not given:
@@ -257,6 +265,12 @@ def batches_of(
         chosen = [*dict.fromkeys(chosen[:-rounds]), *chosen[-rounds:]]
         plans[:0] = itertools.product([bucket], chosen, patterns, variants)  # the largest first
     return [functools.partial(made, number, *plan) for number, plan in enumerate(plans)]
+
+
+def _refuse_mapping(batches: Any) -> None:
+    """Raise ConfigError for one batch, whose keys would be taken for batches."""
+    if isinstance(batches, Mapping):
+        refuse("batches", "batches in a list, or a function of rows and a generator", batches)
 
 
 def _sample(made: Any) -> Sample:
@@ -302,6 +316,8 @@ def _checked(
     else:
         message = f"nothing was checked: {'; '.join(trial.notes)}; give batches that a captured bucket takes"
         findings = [Finding(wanted[0], None, message)]
+    if trial.signed is not None and any(one.check in (POISON, PARITY) for one in findings):
+        trial.notes[DRAWN] = None
     steps = dict.fromkeys(wanted, len(taken))
     return CheckReport(runner=runner.name, findings=tuple(findings), steps=steps, notes=tuple(trial.notes))
 

@@ -30,6 +30,8 @@ from .trial import Finding, Tensors, Trial, copies, error_text, live_part, misma
 RACE_STEPS: Final = ENTRIES + SEGMENT  # steps in flight: more than a ring has entries
 FREE_SHARE: Final = 0.25
 """The share of the device's free memory that the outputs of all these steps may take."""
+UNREAD: Final = "nothing reads slot"
+"""How a finding of a slot that nothing reads begins."""
 Span = tuple[int, int]
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
@@ -113,6 +115,7 @@ def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]
     """Run each batch over two kinds of garbage, and find slots that nothing writes or no operator reads."""
     is_unwritten = False
     present = set[str]()
+    stale = set[str]()
     read = {*trial.read_outside, *(need for slot in trial.slots.values() for need in slot.needs)}
     read.update(name for name in trial.slots if name.startswith(LIVE_ROWS))  # tails of computed slots depend on these
     for number, one in enumerate(batches):
@@ -124,7 +127,16 @@ def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]
             views = {name: vars(trial.view)[name] for name in trial.slots}
             spans = {name: span(view) for name, view in views.items() if view is not None}
             present.update(spans)
-            read.update(users(trial, spans))
+            absent = {one.name: span(one.tensor) for one in trial.buffers if views[one.name] is None and one.nbytes}
+            readers_of = users(trial, {**spans, **absent})
+            read.update(readers_of.keys() - absent.keys())
+            for name in [name for name in absent if name in readers_of and name not in stale]:
+                stale.add(name)
+                message = (
+                    f"slot {name!r} is absent in this batch, and {readers_of[name]} reads its memory, which holds an "
+                    "earlier batch: keep no slot beyond its step, and take each from the view"
+                )
+                yield Finding("coverage", name, message)
     for name, slot in trial.slots.items():
         if is_unwritten or name not in present - read or slot.writers == BY_STEP or slot.argument is not None:
             continue
@@ -140,7 +152,7 @@ def check_coverage(trial: Trial, batches: Iterable[Sample]) -> Iterator[Finding]
             trial.notes[f"no operator of the step reads slot {name!r}: {reason}"] = None
             continue
         message = (
-            f"nothing reads slot {name!r}: no operator of the step takes it, and no computed slot needs it; leave it "
+            f"{UNREAD} {name!r}: no operator of the step takes it, and no computed slot needs it; leave it "
             f"out of the declaration, drop=[{name!r}], or name it in read_outside= if it is read between fill and "
             "replay"
         )

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -40,6 +40,7 @@ from ..explained.declared import Explanation, Extents, explain_declaration, merm
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
 from ..explained.pages import Page
+from ..modes import ModeRunner
 from ..recording.records import RecordedFile
 from ..recording.replaying import RecordedRanks, replay_file, tables_of
 from ..serial import to_data
@@ -52,6 +53,7 @@ _WIDE: Final = 1000
 """Columns in a pipe or file, where nothing must fit a screen, and a folded name could not be searched for."""
 _NEITHER: Final = "not a subclass of slotgraph.Inputs, nor a runner"
 _SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
+R = TypeVar("R")
 Result = tuple[Any, Shown, bool]
 """The result of a command: as data, as tables, and whether all is well."""
 
@@ -65,7 +67,8 @@ def run(command: Callable[..., Result], form: str, output: pathlib.Path | None, 
     elif form == "html":
         text = html(shown)
     elif form == "mermaid":
-        text = mermaid(data if isinstance(data, Explanation) else data.declaration)
+        one = next(iter(data.values())) if isinstance(data, dict) else data  # modes have one declaration
+        text = mermaid(one if isinstance(one, Explanation) else one.declaration)
     else:
         width = shutil.get_terminal_size((_WIDE, 0)).columns
         bold = functools.partial(typer.style, bold=True)
@@ -150,9 +153,11 @@ def find(
     return made
 
 
-def captured(runner: Runner[Any]) -> Runner[Any]:
+def captured(runner: R) -> R:
     """Return the runner, after a capture if it captures graphs and has none. Raise CaptureError as `capture` does."""
     if isinstance(runner, CapturingRunner) and runner.report is None:
+        runner.capture()
+    if isinstance(runner, ModeRunner) and not any(runner.report.values()):
         runner.capture()
     return runner
 
@@ -225,14 +230,16 @@ def explain(
 ) -> Result:
     """Explain a declaration or a runner."""
     found: Explanation | RunnerExplanation
-    named = find(target, _is_explained, _NEITHER)
-    if isinstance(named, Runner):
+    named = find(target, lambda value: _is_explained(value) or isinstance(value, ModeRunner), _NEITHER)
+    if isinstance(named, Runner | ModeRunner):
         _refuse_own(size=size, set=setting, absent=absent, backend=backend != AUTO, lowering=lowering != AUTO)
         if capture:
             try:
                 captured(named)
             except CaptureError as error:  # the explanation says why, by bucket
                 typer.echo(str(error), err=True)
+        if isinstance(named, ModeRunner):
+            return {mode: explain_runner(one) for mode, one in named.modes.items()}, explain_runner(named), True
         found = explain_runner(named)
     else:
         declared = named.slotgraph
@@ -362,7 +369,7 @@ def check(
     seed: int,
 ) -> Result:
     """Check a runner. The command fails if something was found."""
-    runner = captured(find(target))
+    runner = captured(find(target, lambda value: isinstance(value, Runner | ModeRunner)))
     given = _batches(target, batches)
     options: dict[str, Any] = {"only": only or (), "read_outside": read_outside or (), "random": random}
     report = check_runner(runner, given, rounds=rounds, seed=seed, **options)

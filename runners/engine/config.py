@@ -11,7 +11,7 @@ import pathlib
 import sys
 import threading
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 import attrs
@@ -118,6 +118,17 @@ def checked_names(argument: str, names: Any) -> tuple[str, ...]:
     if not is_collection(names):
         refuse(argument, expected, names)
     return tuple(checked(argument, expected, name, str) for name in names)
+
+
+def checked_state(state: Any) -> tuple[torch.Tensor, ...] | None:
+    """Return tensors that a step changes besides its slots, or None to find them. Raise ConfigError for others."""
+    if state is None:
+        return None
+    single = isinstance(state, str | torch.Tensor) or not isinstance(state, Iterable)
+    tensors = (None,) if single else tuple(state)
+    if not all(isinstance(one, torch.Tensor) for one in tensors):
+        refuse("state", "a list of the tensors that the step changes besides its slots", state)
+    return tensors
 
 
 def check_seconds(argument: str, seconds: Any) -> None:

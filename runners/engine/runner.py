@@ -53,6 +53,9 @@ class Filled(Generic[V]):
     live: Live
 
 
+ONE_RUNNER: Final = "a runner, or of a ModeRunner one of its modes"
+
+
 @opaque
 class Runner(Unique, abc.ABC, Generic[V, Out]):
     """Fills a declaration's slots from a batch and runs a step on the view. Subclasses are final, or abstract.

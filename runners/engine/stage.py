@@ -1,7 +1,7 @@
 """The stage of a runner: a declaration under its settings, a backend, a step, and sizes."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, Final, Generic, TypeAlias
 
 import attrs
@@ -21,7 +21,7 @@ from ...dataflow.inputs import Inputs, V
 from ...dataflow.lowering import LOWERINGS
 from ...dataflow.sources import Side, parameters_of
 from ...dataflow.views import Aliases, Viewer, ViewInfo, Views
-from .config import RunnerConfig, check_step, checked_relations, checked_sizes, declaration_of, refuse
+from .config import RunnerConfig, check_step, checked_relations, checked_sizes, checked_state, declaration_of
 from .current import shown_class
 from .outputs import Out, map_tensors
 
@@ -139,12 +139,7 @@ class Stage(Generic[V]):
         if backend is None:
             backend = AUTO if config is None else config.backend
         restored = tuple(name for name, slot in declaration.slots.items() if slot.restored)
-        if state is not None:
-            single = isinstance(state, str | torch.Tensor) or not isinstance(state, Iterable)
-            given = state
-            state = (None,) if single else tuple(state)
-            if not all(isinstance(one, torch.Tensor) for one in state):
-                refuse("state", "a list of the tensors that the step changes besides its slots", given)
+        state = checked_state(state)
         call = _call_of(step, declaration)
         views = shown_class(inputs)
         return cls(inputs, views, declaration, choose(backend), step, call, sizes, follow, restored, state)

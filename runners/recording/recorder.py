@@ -20,7 +20,7 @@ from ...dataflow.sources import Side, look_up
 from ..check.trial import live_part, named
 from ..engine.config import checked
 from ..engine.hooks import Watcher
-from ..engine.runner import Runner
+from ..engine.runner import ONE_RUNNER, Runner
 from .records import Raised, RecordedFile, RecordedValue, RunnerRecord, StepRecord, need, versions
 
 _LONGEST: Final = 4000  # the most characters of an error that are kept
@@ -213,7 +213,7 @@ def record(runner: Runner[Any], path: str | os.PathLike[str], *, last: int = 8, 
     Raises:
         ConfigError: An argument makes no sense, or the path cannot be written.
     """
-    checked("runner", "a runner", runner, Runner)
+    checked("runner", ONE_RUNNER, runner, Runner)
     checked("last", "a whole number, at least 1", last, int, 1)
     try:
         file = pathlib.Path(path)

@@ -16,7 +16,8 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.shown import Shown, Table
 from ..check.replays import COPIES, apart_from_step
 from ..check.trial import USUAL, Trial, copies, info_of, live_part, mismatches, unwatched
-from ..engine.runner import Runner
+from ..engine.config import checked
+from ..engine.runner import ONE_RUNNER, Runner
 from ..engine.sampling import Sample, rebuilt
 from ..engine.stage import Stage
 from ..engine.statistics import Decision
@@ -119,6 +120,8 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     Raises:
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
     """
+    checked("file", "a RecordedFile, as RecordedFile.read(path) gives it", file, RecordedFile)
+    checked("runner", ONE_RUNNER, runner, Runner)
     theirs = file.runner
     ours = RunnerRecord.of(runner)
     refused = unlike(theirs.needed, ours.needed)

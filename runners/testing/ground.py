@@ -20,6 +20,7 @@ from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
 from ..engine.bits import first_unequal, garbage, text_of
+from ..engine.config import declaration_of
 from ..engine.sampling import Sample, Values, sample_batch
 from ..engine.stage import NO_SIZES, Stage
 from ..input_buffers import Layer
@@ -56,7 +57,7 @@ class Ground:
         relations: Relations = NO_RELATIONS,
     ) -> "Ground":
         """Check the arguments of `batches`. Raise ConfigError if a size or relation does not fit."""
-        declaration = inputs.slotgraph.under(settings)
+        declaration = declaration_of(inputs).under(settings)
         known = _leads(declaration, relations) | set(declaration.axes)
         for axis in max_sizes:
             if axis not in known or axis in relations:

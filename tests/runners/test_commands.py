@@ -99,12 +99,16 @@ MODULE: Final = """
 import sys
 import torch
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph.graphs import ModeRunner
 
 class Ids(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
 def make(step=lambda view: view.ids * 2, **options):
     return DecodeRunner(Ids, step, buckets=[2, 4], backend="cpu-capture", progress=False, **options)
+
+def make_modes():
+    return ModeRunner({"small": make(), "large": make(lambda view: view.ids * 2)})
 
 def make_without_graphs():
     return make(graphs=False)
@@ -283,6 +287,19 @@ def test_declaration_faults_stand_one_a_line() -> None:
         "DeclarationErrors: BrokenInputs breaks 2 rules: BrokenInputs.lens: slot 'lens': no tail rule"
     )
     assert "slot 'mask': it needs 'lenz'" in second
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_runner_of_modes() -> None:
+    """Its modes are captured, checked and explained together: as text, data and a diagram of their declaration."""
+    target = "failing_module:make_modes"
+    assert run("check", target).stdout.startswith("ModeRunner: no findings")
+    shown = run("explain", target, "--capture").stdout
+    assert "small: DecodeRunner of Ids" in shown
+    assert "large: DecodeRunner of Ids" in shown
+    assert [*json.loads(run("explain", target, "--format", "json").stdout)] == ["small", "large"]
+    assert "flowchart" in run("explain", target, "--format", "mermaid").stdout
+    assert "for a declaration" in run("explain", target, "--set", "x").stderr
 
 
 @pytest.mark.usefixtures("folder")
@@ -509,7 +526,7 @@ def test_what_cannot_be_used() -> None:
         assert "Traceback" not in done.stderr
         assert done.output.strip(), arguments
     done = run("check", "failing_module:make", "--batches", "raises")
-    assert 'KeyError at failing_module.py:22, `raise KeyError("no such thing")`' in done.stderr
+    assert 'KeyError at failing_module.py:26, `raise KeyError("no such thing")`' in done.stderr
 
 
 @pytest.mark.usefixtures("folder")

@@ -25,11 +25,13 @@ from slotgraph import (
     copied,
     current_view,
     graph_break,
+    output,
 )
 from slotgraph.backends import Backend
 from slotgraph.errors import BatchError, CaptureError, ConfigError, ReplayError
 from slotgraph.extend import Exclusive, Group, once
 from slotgraph.graphs import ModeRunner
+from slotgraph.metrics import Collector
 from slotgraph.pool import InputPool
 from slotgraph.reports import RecordedFile, replay_file
 from slotgraph.runners.engine.statistics import Decision
@@ -285,6 +287,21 @@ def test_a_mode_is_recorded_and_debugged_as_a_runner(backend: Backend, tmp_path:
     assert "equal" in str(replay_file(file, mixed))
 
 
+def test_tools_of_one_runner_ask_for_a_mode(cpu: str, tmp_path: Path) -> None:
+    """What takes one runner says that it takes a mode, and a file's path is no file that was read."""
+    runner, path = of_modes(cpu), tmp_path / "last.safetensors"
+    tools: list[Callable[[], Any]] = [
+        lambda: slotgraph.record(runner, path),
+        lambda: slotgraph.debugged(runner, "parity").__enter__(),
+        lambda: Collector(one=runner),
+    ]
+    for tool in tools:
+        with pytest.raises(ConfigError, match="a runner, or of a ModeRunner one of its modes"):
+            tool()
+    with pytest.raises(ConfigError, match=r"^file: expected a RecordedFile, as RecordedFile.read\(path\) gives it"):
+        replay_file(path, runner.modes["decode"])  # type: ignore[arg-type]
+
+
 def test_a_slot_that_one_mode_reads_is_no_finding(cpu: str) -> None:
     """One that no mode reads is."""
 
@@ -304,6 +321,26 @@ def test_a_slot_that_one_mode_reads_is_no_finding(cpu: str) -> None:
     runner.capture()
     report = slotgraph.check(runner, only="coverage")
     assert {one.slot for one in report.findings} == {"unread"}
+
+
+def test_an_output_that_one_mode_leaves_unwritten_is_a_finding(cpu: str) -> None:
+    """It is wrong in that mode, whatever the others do, unlike a slot that one of them reads."""
+
+    class Written(Inputs):
+        ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+        logits: torch.Tensor = output(TOKENS, dtype=torch.int64)
+
+    def half(view: Any) -> Any:
+        view.logits[::2].copy_(view.ids[::2])
+        return view.ids * 2
+
+    steps: dict[str, Any] = {"half": half, "whole": lambda view: view.logits.copy_(view.ids)}
+    modes = {name: DecodeRunner(Written, step, buckets=[2, 4], backend=cpu) for name, step in steps.items()}
+    runner: Any = ModeRunner(modes)
+    runner.capture()
+    (found,) = slotgraph.check(runner, only="coverage").findings
+    assert found.slot == "logits"
+    assert found.message.startswith("half: output slot 'logits' is not written by the step")
 
 
 def test_a_capture_that_fails_leaves_the_other_modes(backend: Backend) -> None:

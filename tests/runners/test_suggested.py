@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import DecodeRunner, suggest
+from slotgraph import BATCH, DecodeRunner, suggest
 from slotgraph.errors import ConfigError
 
 
@@ -81,6 +81,48 @@ def test_what_samples_cannot_tell_stays_open() -> None:
     assert "maybe: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=..., default=None)" in source
 
 
+def test_mappings_of_tensors_become_groups() -> None:
+    """A step reads them as the engine's did, and a mapping that a batch lacks is None. Other mappings stay fields."""
+
+    def batch_of_groups(rows: int, adapted: int | None) -> dict[str, Any]:
+        adapters = None if adapted is None else {"q": torch.full((rows,), adapted), "k": torch.ones(rows)}
+        tables = {"full": torch.arange(rows * 6).int().view(rows, 6), "sliding": torch.arange(rows * 2).view(rows, 2)}
+        lists = {"long": [[1] * row for row in range(rows)], "short": torch.ones(rows, 3, dtype=torch.int64)}
+        return {"tables": tables, "lists": lists, "adapters": adapters, "other": {"x": torch.ones(rows), "name": "y"}}
+
+    batches = [batch_of_groups(2, 3), batch_of_groups(5, 4), batch_of_groups(4, None)]
+    source = suggest(batches)
+    assert 'TABLES_GROUP = Group("full", "sliding")' in source
+    assert "other: Any" in source
+    assert "# long: its rows have different lengths" in source
+    slots = made(source.replace('"long": ...', '"long": 5')).slotgraph.slots
+    assert {name: f"{', '.join(map(str, slot.shape))}, {slot.dtype}" for name, slot in slots.items()} == {
+        "tables.full": "BATCH, 6, torch.int32",
+        "tables.sliding": "BATCH, 2, torch.int64",
+        "lists.long": "BATCH, 5, torch.int64",
+        "lists.short": "BATCH, 3, torch.int64",
+        "adapters.q": "BATCH, torch.int64",
+        "adapters.k": "BATCH, torch.float32",
+    }
+
+    def step(view: Any) -> Any:
+        sums = view.tables["full"].sum(1) + view.tables["sliding"].sum(1) + view.lists["long"].sum(1)
+        return sums if view.adapters["q"] is None else sums * view.adapters["q"]
+
+    declaration = made(source.replace('"long": ...', '"long": 5'))
+    absent = [{"adapters.q", "adapters.k"}]
+    runner = DecodeRunner(declaration, step, buckets=[4, 8], absent=absent, output_rows=BATCH, backend="cpu-capture")
+    runner.capture()
+    for batch in batches:
+        sums = (
+            batch["tables"]["full"].sum(1)
+            + batch["tables"]["sliding"].sum(1)
+            + torch.arange(len(batch["lists"]["long"]))
+        )
+        expected = sums if batch["adapters"] is None else sums * batch["adapters"]["q"]
+        assert torch.equal(runner(batch), expected)
+
+
 @attrs.frozen
 class Slotted:
     """A batch of a class with slots and a method."""
@@ -114,3 +156,10 @@ def test_any_names(sizes: list[tuple[int, int]], order: Any) -> None:
     assert shapes[names[0]] == shapes[names[1]][:1]
     assert shapes[names[2]] == shapes[names[1]][1:]
     assert (shapes[names[0]] == shapes[names[2]]) == (rows == columns)
+
+
+@pytest.mark.parametrize("name", ["my inputs", "class", ""])
+def test_a_name_that_no_class_can_have(name: str) -> None:
+    """It is refused, before a source is written that cannot run."""
+    with pytest.raises(ConfigError, match="cannot be the name of a class"):
+        suggest([{"x": torch.ones(n)} for n in (2, 5)], name)

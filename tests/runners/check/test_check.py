@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, errors, staged
+from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, errors, staged
 from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
 from slotgraph.runners.check.trial import Finding
@@ -22,6 +22,25 @@ from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
+
+
+def test_a_finding_of_drawn_batches_says_that_they_were_drawn() -> None:
+    """A live row that reads what padded rows write is drawn, where a page 0 is nobody's: the report says what to do."""
+
+    class Reading(Inputs):  # padded rows write row 0
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0)
+        pages: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, limit=8)
+
+    cache = torch.zeros(9, dtype=torch.int64)
+
+    def step(view: Any) -> torch.Tensor:
+        cache[view.places] = view.ids + 1
+        return cache[view.pages] * 2
+
+    runner = runner_of(step, "cpu-capture", Reading)
+    assert "values={'slot': (1, 9)}, or give batches of your own" in slotgraph.check(runner).notes[-1]
+    passed(runner, values={"pages": (1, 8)})
 
 
 @settings(max_examples=20)
@@ -87,6 +106,10 @@ def test_refusals(cpu: str) -> None:
             slotgraph.check(runner, only=only)
     with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is not a slot of PlainInputs"):
         slotgraph.check(runner, read_outside=["idz"])
+    wrong: dict[str, Any] = {"seed": "a", "values": [1], "state": ["cache"], "batches": {"ids": [1]}}
+    for option, value in wrong.items():
+        with pytest.raises(errors.ConfigError, match=f"^{option}: expected "):
+            slotgraph.check(runner, **{option: value})
     with pytest.raises(errors.ConfigError, match="batches= is empty"):
         slotgraph.check(runner, [])
     with pytest.raises(errors.ReplayError, match=r"not captured: call capture\(\) before check\(\)"):

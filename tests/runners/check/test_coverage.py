@@ -170,3 +170,29 @@ def test_debug_modes_and_recordings(cpu: str, context: str, tmp_path: pathlib.Pa
                     assert torch.equal(watched(batch)[1].clone(), plain(batch)[1])
             again = replay_file(RecordedFile.read(recording.path), plain).steps
         assert [step.outcome for step in again] == ["equal"] * 3
+
+
+def test_a_slot_that_is_read_where_it_is_absent() -> None:
+    """A step that keeps a slot of an earlier view reads what another batch left there; it is named with its reader."""
+
+    class Adapted(Inputs):
+        ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+        adapters: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=0, default=None)
+
+    held = dict[int, torch.Tensor]()
+
+    def step(view: Any) -> torch.Tensor:
+        if view.adapters is not None:
+            held[len(view.ids)] = view.adapters
+        adapters = held.get(len(view.ids), view.ids)
+        return torch.add(view.ids, adapters)
+
+    def right(view: Any) -> torch.Tensor:
+        return torch.add(view.ids, view.ids if view.adapters is None else view.adapters)
+
+    batches: list[dict[str, Any]] = [{"ids": [1, 2, 3], "adapters": [7, 8, 9]}, {"ids": [1, 2, 3]}]
+    for taken, slots in {step: ["adapters"], right: []}.items():
+        runner = decoder(Adapted, taken, backend="cpu-capture", buckets=[4], absent=[{"adapters"}])
+        found = found_by("coverage", runner, batches)
+        assert [one.slot for one in found] == slots
+        assert all("is absent in this batch, and aten::add reads its memory" in one.message for one in found)

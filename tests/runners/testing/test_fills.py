@@ -127,6 +127,8 @@ def test_what_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sizes_that_do_not_fit() -> None:
     """An axis that no slot has, or that follows from another, is said."""
+    with pytest.raises(ConfigError, match="inputs: expected a declaration, a subclass of Inputs, got "):
+        assert_fill_equals_oracle(object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_sizes names HIDDEN, which no slot has, or"):
         assert_fill_equals_oracle(standard.DecodeInputs, {HIDDEN: 3}, settings=standard.Sharding())
     with pytest.raises(ConfigError, match="max_sizes names TOKENS, which no slot has, or relations= gives"):
