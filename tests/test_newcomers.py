@@ -234,7 +234,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a check before the capture": (lambda: slotgraph.check(made()), "not captured: call capture() before check()"),
     "a check of a class": (lambda: slotgraph.check(MINE), "runner: expected a runner, got the class Mine"),
-    "a record of no runner": (lambda: TOOLS.record(3, "x.safetensors"), "runner: expected a runner, got 3"),
+    "a record of no runner": (
+        lambda: TOOLS.record(3, "x.safetensors"),
+        "runner: expected a runner, or of a ModeRunner one of its modes, got 3",
+    ),
     "an explanation of no runner": (lambda: TOOLS.explain(3), "runner: expected a runner, got 3 of type int"),
     "one number for values=": (
         lambda: TOOLS.check(captured(), values={"ids": 9}),
