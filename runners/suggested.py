@@ -79,29 +79,42 @@ def suggest(batches: Sequence[Any], name: str = "StepInputs") -> str:
     axes = _axes(samples)
     if not axes:
         raise ConfigError("suggest: no size differs between these batches: pass batches with other numbers of requests")
-    own = sorted({axis for axis in axes.values() if axis.isidentifier()} - {"BATCH", "TOKENS"})
-    used = [axis for axis in ("BATCH", "TOKENS") if any(axis in text.split() for text in axes.values())]
     on_device = any(not value.is_cpu for one in samples for value in one.present)
-    imports = ["Axis"] if own else []
-    groups = {key: parts for key, parts in read.items() if parts and parts[0].name != key}
-    lines = ["from collections.abc import Mapping"] * bool(groups) + ["from typing import Any"] * (
-        not all(read.values())
-    )
-    lines += [""] * bool(lines)
-    lines += ["import torch", f"from slotgraph import {', '.join([*used, *imports, 'Inputs', 'copied'])}"]
-    lines += ["from slotgraph.extend import Group"] * bool(groups) + [""]
-    if own:
-        lines += [*(f'{axis} = Axis("{axis}")' for axis in own), ""]
-    for key, parts in groups.items():
-        own_names = ", ".join(f'"{one.name.removeprefix(f"{key}.")}"' for one in parts)
-        lines += [f"{key.upper()}_GROUP = Group({own_names})", ""]
-    lines += ["", _HEAD.format(count=len(batches)), f"class {name}(Inputs):"]
+    lines = [*_head(read, axes), _HEAD.format(count=len(batches)), f"class {name}(Inputs):"]
     for key, parts in read.items():
         if not parts:
             lines.append(f"    {key}: Any  # a field, no slot: functions of computed slots may read it")
         else:
             lines += _declared(key, parts, axes, on_device=on_device)
     return "\n".join([*lines, ""])
+
+
+def _head(read: Mapping[str, Sequence[SampledSlot]], axes: Mapping[tuple[str, DimSizes], str]) -> list[str]:
+    """Return what stands before the class: imports, axes and groups."""
+    groups = {key: parts for key, parts in read.items() if parts and parts[0].name != key}
+    own = sorted({axis for axis in axes.values() if axis.isidentifier()} - {"BATCH", "TOKENS"})
+    names = [axis for axis in ("BATCH", "TOKENS") if any(axis in text.split() for text in axes.values())]
+    if own:
+        names.append("Axis")
+    lines = list[str]()
+    if groups:
+        lines.append("from collections.abc import Mapping")
+    if not all(read.values()):
+        lines.append("from typing import Any")
+    if lines:
+        lines.append("")
+    lines += ["import torch", f"from slotgraph import {', '.join([*names, 'Inputs', 'copied'])}"]
+    if groups:
+        lines.append("from slotgraph.extend import Group")
+    lines.append("")
+    for axis in own:
+        lines.append(f'{axis} = Axis("{axis}")')
+    if own:
+        lines.append("")
+    for key, parts in groups.items():
+        members = ", ".join(f'"{one.name.removeprefix(f"{key}.")}"' for one in parts)
+        lines += [f"{key.upper()}_GROUP = Group({members})", ""]
+    return [*lines, ""]
 
 
 def _is_name(key: str) -> bool:

@@ -54,6 +54,7 @@ class Filled(Generic[V]):
 
 
 ONE_RUNNER: Final = "a runner, or of a ModeRunner one of its modes"
+"""What tools expect that take a single runner."""
 
 
 @opaque
