@@ -199,27 +199,29 @@ def head_bytes(lanes: int, counts: int) -> int:
     return WORD * (HEAD + 2 * counts + 3 * lanes)
 
 
-def row_stride(source: torch.Tensor, dim: int) -> int | None:
+def row_stride(source: torch.Tensor, varying: Sequence[int]) -> int | None:
     """Return the elements from one outer row of a tensor to the next, or None if rows overlap or have gaps.
 
-    A row begins at dim `dim`, and the dims before it are the outer ones. Gaps may be within rows or unequal between
-    them.
+    A row begins at the last of the dims that vary, and the dims before it are the outer ones. Gaps may be within rows
+    or unequal between them. Of a dim that varies the stride counts even if it has a single row, since the next batch
+    with these strides may have more.
     """
     sizes = source.shape
     strides = source.stride()
+    last = varying[-1]
     dense = 1
-    for size, stride in zip(reversed(sizes[dim:]), reversed(strides[dim:]), strict=True):
-        if size != 1 and stride != dense:
+    for dim in range(source.dim() - 1, last - 1, -1):
+        if strides[dim] != dense and (sizes[dim] != 1 or dim in varying):
             return None
-        dense *= size
+        dense *= sizes[dim]
     found = dense
     expected = None
-    for size, stride in zip(reversed(sizes[:dim]), reversed(strides[:dim]), strict=True):
-        if size != 1:
-            if expected not in (None, stride):
+    for dim in range(last - 1, -1, -1):
+        if sizes[dim] != 1 or dim in varying:
+            if expected not in (None, strides[dim]):
                 return None
-            found = stride if expected is None else found
-            expected = stride * size
+            found = strides[dim] if expected is None else found
+            expected = strides[dim] * sizes[dim]
     return found if found >= dense else None
 
 

@@ -357,9 +357,11 @@ def again_of(value: Any) -> Compute:
     """Convert a tuple of names, or a function that returns a bool, to `Compute.again`. Raise TypeError for others."""
     if isinstance(value, tuple) and all(isinstance(name, str) for name in value):
         return Compute(changed, value, writes_out=False)
-    if not (callable(value) or isinstance(value, Compute)):
-        raise TypeError("give a tuple of names of slots and fields, such as ('kv_lens',), or a function")
-    return one_value(value)
+    if isinstance(value, Compute):
+        return value
+    if callable(value):
+        return one_value(value)
+    raise TypeError("give a tuple of names of slots and fields, such as ('kv_lens',), or a function")
 
 
 def changed(**values: Any) -> bytes:

@@ -92,11 +92,11 @@ class SourceKinds:
     """
 
     __slots__ = (
-        "_dense",
         "_dtypes",
         "_gauges",
         "_guard",
         "_last",
+        "_layouts",
         "_lines",
         "_missing",
         "_of_tensors",
@@ -129,7 +129,9 @@ class SourceKinds:
         first = [like[place] for place in tensors]
         free = [rows[place].dims for place in tensors]
         self._guard = own_guard(first, free)
-        self._dense = [tensors[place] for place in dense_places(first, free)]
+        # sources must be contiguous, or must not: one row with the strides of a part of a table is contiguous, too
+        self._layouts = [(tensors[place], True) for place in dense_places(first, free)]
+        self._layouts += [(place, False) for place in tensors if is_strided(like[place])]
         self._types = [(place, type(like[place])) for place in others]
         self._dtypes = [(place, like[place].dtype) for place in others if isinstance(like[place], np.ndarray)]
         self._ranks = [(number, len(rows[place].shape)) for number, place in enumerate(present) if place in others]
@@ -187,8 +189,8 @@ class SourceKinds:
                 tensors = self._of_tensors(sources)
             if not self._guard(*tensors):  # no nested tensor comes here: reading its shape has raised
                 return None
-            for place in self._dense:
-                if not sources[place].is_contiguous():
+            for place, is_dense in self._layouts:
+                if sources[place].is_contiguous() is not is_dense:
                     return None
             for place in self._missing:
                 if sources[place] is not None:

@@ -104,7 +104,7 @@ class Chooser:
             if source.is_contiguous():
                 return self._way(source.dtype)
             varying = self.to.slot.varying
-            pace = row_stride(source, varying[-1]) if varying else None
+            pace = row_stride(source, varying) if varying else None
             if pace is not None:
                 return self._way(source.dtype, pace=pace)
         return self._way(self._own, _plain_copy(self._own))

@@ -124,9 +124,10 @@ def checked_state(state: Any) -> tuple[torch.Tensor, ...] | None:
     """Return tensors that a step changes besides its slots, or None to find them. Raise ConfigError for others."""
     if state is None:
         return None
-    single = isinstance(state, str | torch.Tensor) or not isinstance(state, Iterable)
-    tensors = (None,) if single else tuple(state)
-    if not all(isinstance(one, torch.Tensor) for one in tensors):
+    given: Any = state
+    is_list = isinstance(given, Iterable) and not isinstance(given, str | torch.Tensor)
+    tensors = tuple(given) if is_list else ()
+    if not is_list or not all(isinstance(one, torch.Tensor) for one in tensors):
         refuse("state", "a list of the tensors that the step changes besides its slots", state)
     return tensors
 

@@ -244,7 +244,7 @@ class Case:
             return RAGGED if self.action != "reset" else 0
         if self.dim is None or values.is_contiguous():
             return 0
-        found = row_stride(values, self.dim + self.turned)
+        found = row_stride(values, self.varying)
         assert found is not None
         return found
 

@@ -423,7 +423,8 @@ def test_one_call_has_one_again() -> None:
 )
 def test_what_does_not_say_whether_it_runs_is_named(again: Any, message: str) -> None:
     """A tensor of several bools, and a field that has no bytes."""
-    runner: Any = EagerRunner(declared_both(again, again), lambda view: view.one, backend="cpu")
+    made: Any = declared_both(again, again)
+    runner: Any = EagerRunner(made, lambda view: view.one, backend="cpu")
     batch = {"kv_lens": [1, 2], "plan": lambda: 0}
     if callable(again):
         runner(batch)  # the first step runs it, whatever it says

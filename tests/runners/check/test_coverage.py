@@ -184,7 +184,7 @@ def test_a_slot_that_is_read_where_it_is_absent() -> None:
     def step(view: Any) -> torch.Tensor:
         if view.adapters is not None:
             held[len(view.ids)] = view.adapters
-        adapters = held.get(len(view.ids), view.ids)
+        adapters: Any = held.get(len(view.ids), view.ids)
         return torch.add(view.ids, adapters)
 
     def right(view: Any) -> torch.Tensor:

@@ -311,7 +311,7 @@ class Beside(Inputs):
 
 
 class Needed(Beside):
-    biases: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=side("more.biases"))
+    biases: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, source=side("more.biases"))
 
 
 def test_what_no_batch_of_steps_can_bring_is_named(cpu: str) -> None:
