@@ -239,7 +239,8 @@ def _checked(axis: Any, rows: Any, info: ViewInfo) -> tuple[int, int]:
     are_whole = [hasattr(row, "__index__") and not isinstance(row, bool) for row in found]  # or a compiler's symbols
     if are_whole != [True, True]:
         raise BatchError(f"rows of {axis}: expected two whole numbers, the first and one past the last, got {rows!r}")
-    start, stop = found
+    start = found[0]
+    stop = found[1]
     if not 0 <= start <= stop <= sizes[axis]:
         raise BatchError(f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}")
     return start, stop

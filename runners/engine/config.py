@@ -124,12 +124,11 @@ def checked_state(state: Any) -> tuple[torch.Tensor, ...] | None:
     """Return tensors that a step changes besides its slots, or None to find them. Raise ConfigError for others."""
     if state is None:
         return None
-    given: Any = state
-    is_list = isinstance(given, Iterable) and not isinstance(given, str | torch.Tensor)
-    tensors = tuple(given) if is_list else ()
-    if not is_list or not all(isinstance(one, torch.Tensor) for one in tensors):
+    is_list = isinstance(state, Iterable) and not isinstance(state, str | torch.Tensor)
+    tensors: list[Any] = [*state] if is_list else [None]
+    if not all(isinstance(one, torch.Tensor) for one in tensors):
         refuse("state", "a list of the tensors that the step changes besides its slots", state)
-    return tensors
+    return tuple(tensors)
 
 
 def check_seconds(argument: str, seconds: Any) -> None:
