@@ -235,7 +235,7 @@ def _checked(axis: Any, rows: Any, info: ViewInfo) -> tuple[int, int]:
     if axis not in sizes:
         near = did_you_mean(axis, map(str, sizes))
         raise BatchError(f"no slot of {info.declaration.name} has rows on {axis}: narrow another axis{near}")
-    found: Sequence[Any] = rows if isinstance(rows, tuple | list) else ()
+    found: list[Any] = [*rows] if isinstance(rows, tuple | list) else []
     are_whole = [hasattr(row, "__index__") and not isinstance(row, bool) for row in found]  # or a compiler's symbols
     if are_whole != [True, True]:
         raise BatchError(f"rows of {axis}: expected two whole numbers, the first and one past the last, got {rows!r}")

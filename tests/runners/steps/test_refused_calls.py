@@ -311,7 +311,9 @@ class Beside(Inputs):
 
 
 class Needed(Beside):
-    biases: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, source=side("more.biases"))
+    biases: torch.Tensor = copied(  # pyright: ignore[reportIncompatibleVariableOverride] - what is optional is needed
+        BATCH, dtype=torch.int64, pad=0, source=side("more.biases")
+    )
 
 
 def test_what_no_batch_of_steps_can_bring_is_named(cpu: str) -> None:
