@@ -114,8 +114,8 @@ class LastRun:
     kept: int = 0
 
     @property
-    def told(self) -> Compute:
-        """What tells other slots that the same call fills whether it must run again: this one's runs."""
+    def again_for_others(self) -> Compute:
+        """What `again` is for the other slots of the same call: they run again when this one has run."""
         return Compute(lambda: b"%d" % self.ran, (), writes_out=False)
 
 

@@ -325,8 +325,9 @@ class Bucket:
             again = made.compute.again
             if again is not None:
                 own = self.buffers.last_runs[one.slot]
-                leads = first.setdefault(made.compute.fills or (one.slot,), own)
-                again = again if leads is own else leads.told  # so that `again` of one call is asked once
+                leader = first.setdefault(made.compute.fills or (one.slot,), own)
+                if leader is not own:  # one call that fills several slots asks its `again` once
+                    again = leader.again_for_others
                 made = attrs.evolve(made, again=bind(again), last=own, move=self._move(one.slot))
             yield one, made
 

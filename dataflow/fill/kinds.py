@@ -129,7 +129,8 @@ class SourceKinds:
         first = [like[place] for place in tensors]
         free = [rows[place].dims for place in tensors]
         self._guard = own_guard(first, free)
-        # sources must be contiguous, or must not: one row with the strides of a part of a table is contiguous, too
+        # Whether a source must be contiguous, or must not be. A single row always is, whatever its strides: a plan that
+        # is bound by it reads rows as dense, so it may not be that of tables with gaps.
         self._layouts = [(tensors[place], True) for place in dense_places(first, free)]
         self._layouts += [(place, False) for place in tensors if is_strided(like[place])]
         self._types = [(place, type(like[place])) for place in others]

@@ -152,7 +152,7 @@ def test_the_rest_is_left_to_the_graph(lowering: str) -> None:
 
 
 def test_names_that_are_no_slots_are_refused() -> None:
-    """Names that are no slots, what holds no names, and both arguments at once; nothing is written."""
+    """only= and skip= refuse unknown slots, values that are no lists of names, and each other; nothing is written."""
     buffers, _ = pair("cpu", "direct")
     options: dict[str, Any]
     batch = batch_of(2, 4)
