@@ -71,7 +71,7 @@ def test_the_demo_makes_equal_tokens_by_its_kernel(
     assert "a Triton kernel over the pages" in out
 
 
-def test_both_attentions_are_timed_in_turns(generate: Generate, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_to_decode_are_timed_in_turns(generate: Generate, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where decode steps attend by the kernel, runs and steps by torch's own attention are measured beside them."""
     pytest.importorskip("transformers", reason=NEEDS)
     monkeypatch.setattr(module("serving.engine"), "best_attention", by_kernel)
@@ -79,12 +79,13 @@ def test_both_attentions_are_timed_in_turns(generate: Generate, prompts: str, mo
     monkeypatch.setattr(module("serving.by_hand"), "PAIRS", 1)
     monkeypatch.setattr(module("serving.by_hand"), "PAIRS_A_ROUND", 1)
     given = ("--prompts", prompts, "--max-new-tokens", "3", "--prefill", "eager", "--max-batch", "2")
-    status, report, out = generate(*given, "--rounds", "2", "--arrival-gap", "0")
-    assert status == 0
-    assert {name: len(speeds) for name, speeds in report["attentions"].items()} == {"sdpa": 3, "auto": 3}
+    given = (*given, "--rounds", "2", "--arrival-gap", "0", "--ahead", "1")
+    status, report, out = generate(*given, "--chunk", "2")
+    ways = ("sdpa, --ahead 1", "triton, --ahead 1", "triton, --ahead 1, --chunk 2")
+    assert (status, {way: len(speeds) for way, speeds in report["turns"].items()}) == (0, dict.fromkeys(ways, 3))
     [times] = report["measured"]["times"]
     assert [*times["ways"]] == ["DecodeRunner, step", "DecodeRunner, step by sdpa"]
-    assert "In turns, by its kernel" in " ".join(out.split())
+    assert all(f"tokens a second, {way:34} " in out for way in ways)
 
 
 def test_the_paged_loop_makes_equal_tokens_by_the_kernel(

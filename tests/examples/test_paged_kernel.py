@@ -108,7 +108,10 @@ def test_the_demo_makes_equal_tokens_by_its_kernel(generate: Generate, dtype: st
     device_or_skip()
     status, report, _ = generate("--backend", "cuda", "--dtype", dtype, "--rounds", "2", "--no-compare")
     assert (status, report["attention"], report["comparison"]["difference"]) == (0, "triton", None)
-    assert {name: len(speeds) for name, speeds in report["attentions"].items()} == {"sdpa": 3, "auto": 3}
+    assert {way: len(speeds) for way, speeds in report["turns"].items()} == {
+        "sdpa, --ahead 1": 3,
+        "triton, --ahead 1": 3,
+    }
     other = generate("--backend", "cuda", "--dtype", dtype, "--attention", "sdpa")[1]
     assert (other["passed"], other["attention"]) == (True, "sdpa")
     if dtype == "float32":

@@ -32,7 +32,7 @@ from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
 
 TURNS: Final = 3
-"""Runs by each attention, where two are compared."""
+"""Runs of each way, where some are compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -129,8 +129,9 @@ def _report(options: Options, world: World, **seams: Any) -> Report:
         if world.size == 1:
             _compare_by_hand(report, engine, language, requests, options)
             show_reasons(report, console)
-        if report["attention"] != SDPA and report["fills"] and not options.compile:
-            report["attentions"] = _in_turns(kind, whole, requests, options, **seams)
+        ways = _ways(options, report["attention"])
+        if ways and report["fills"] and not options.compile:
+            report["turns"] = _in_turns(kind, whole, requests, ways, **seams)
         if report["pairs"] and report["fills"] and not options.compile:  # compiling once more takes too long
             report["pairs"].append(_once_more(engine, whole, requests, options))
         if world.way in {"", "tp"}:  # a step can be timed by itself where each rank runs all that it is
@@ -188,20 +189,31 @@ def _again(engine: Engine, language: Language, requests: Sequence[Request]) -> f
     return sum(len(request.generated) for request in again) / engine.work.seconds
 
 
+def _ways(options: Options, attention: str) -> dict[str, Options]:
+    """Options to compare with one another, by name: torch's own attention, the kernel, several steps in one launch."""
+    ways, steps = dict[str, Options](), "single steps" if options.ahead is None else f"--ahead {options.ahead}"
+    if attention != SDPA:
+        ways[f"sdpa, {steps}"] = attrs.evolve(options, attention=SDPA, chunk=1)
+    if attention != SDPA or options.chunk > 1:
+        ways[f"{attention}, {steps}"] = attrs.evolve(options, chunk=1)
+    if options.chunk > 1:
+        ways[f"{attention}, {steps}, --chunk {options.chunk}"] = options
+    return ways
+
+
 def _in_turns(
-    kind: type[Engine], language: Language, requests: Sequence[Request], options: Options, **seams: Any
+    kind: type[Engine], language: Language, requests: Sequence[Request], ways: dict[str, Options], **seams: Any
 ) -> dict[str, list[float]]:
-    """Tokens a second of runs that take turns, by the attention of their decode steps: sdpa's, and the kernel's."""
+    """Tokens a second of runs that take turns, by the way of their decode steps."""
     engines = dict[str, Engine]()
-    for attention in (SDPA, "auto"):
-        chosen = attrs.evolve(options, attention=attention, verify=False)
-        engines[attention] = kind(language, fresh(requests), chosen, **seams)
+    for way, options in ways.items():
+        engines[way] = kind(language, fresh(requests), attrs.evolve(options, verify=False), **seams)
         with paged(language.model):
-            engines[attention].capture()
-    speeds: dict[str, list[float]] = {attention: [] for attention in engines}
+            engines[way].capture()
+    speeds: dict[str, list[float]] = {way: [] for way in engines}
     for _ in range(TURNS):
-        for attention, engine in engines.items():
-            speeds[attention].append(_again(engine, language, requests))
+        for way, engine in engines.items():
+            speeds[way].append(_again(engine, language, requests))
     return speeds
 
 

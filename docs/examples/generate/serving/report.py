@@ -90,7 +90,7 @@ def summarise(
         "texts": [_text(request, language) for request in requests],
         "ranks": _ranks(world, parts) if world.size > 1 else None,
         "pairs": [] if batched[0] is None else [(speed, batched[0])],  # tokens a second of both, run after run
-        "attentions": {},  # tokens a second of runs that took turns, by the attention of their decode steps
+        "turns": {},  # tokens a second of runs that took turns, by the way of their decode steps
         # of a run that is right: what steps take, and fills by hand and here; what came of forgotten resets
         "measured": None,
         "prefill_times": None,

@@ -111,9 +111,10 @@ def _speed(report: Report) -> str:
     }
     text = "\n".join(f"tokens a second, {name:34} {figure}" for name, figure in lines.items())
     ratios = [f"{one / other:.2f}" for one, other in pairs if other]
-    if report["attentions"]:
-        by_kernel, by_sdpa = report["attentions"]["auto"], report["attentions"][SDPA]
-        text += f"\nIn turns, by its kernel {_each(by_kernel)}, by sdpa {_each(by_sdpa)}."
+    if report["turns"]:
+        text += "\nRuns that took turns:"
+    for way, speeds in report["turns"].items():
+        text += f"\ntokens a second, {way:34} {_each(speeds)}"
     if len(ratios) > 1:
         text += f"\nIn pairs of runs this program makes {' and '.join(ratios)} times as many as transformers' batching."
     return text
