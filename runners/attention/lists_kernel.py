@@ -17,6 +17,8 @@ from torch import Tensor
 
 BLOCK: Final = 1024
 """Items that a program writes at a time."""
+NOWHERE: tl.constexpr = tl.constexpr(2**31 - 1)
+"""Behind all ends."""
 LISTS: Final = (
     "first_tokens",
     "lengths",
@@ -198,15 +200,33 @@ def _located(starts, count, places, HALF: tl.constexpr):
     return found
 
 
+@triton.jit
+def _ahead(end, start, share, inverse, OVERHEAD: tl.constexpr):
+    """Return how many parts further the first one begins that is at most OVERHEAD places before an end, or behind.
+
+    inverse: 2**32 - 1 by the share: a division would take longer than all else of a look.
+    """
+    places = tl.maximum(end - start - OVERHEAD, 1) - 1
+    count = tl.umulhi(places.to(tl.uint32), inverse).to(tl.int32)  # or one less
+    return count + 1 + (places - count * share >= share).to(tl.int32)
+
+
+@triton.jit
+def _next_end(ends, start, share, inverse, OVERHEAD: tl.constexpr):
+    """Return the first end that parts, a share each from a start on, miss by at most OVERHEAD places; or NOWHERE."""
+    is_near = _ahead(ends, start, share, inverse, OVERHEAD) * share < ends - start
+    return tl.min(tl.where(is_near, ends, NOWHERE))
+
+
 @triton.jit(do_not_specialize=["rows", "parts"])
 def write_schedule(
     seq_lens, page_size, rows, parts, cost_offsets, part_offsets, tile_scheduler_metadata, num_splits,
     OVERHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write FlashMLA's schedule by one program of one warp.
+    """Write FlashMLA's schedule by one program.
 
-    A part ends where its share does, or at a request that begins at most OVERHEAD places behind: one look at all
-    requests, in registers, for each part. All else is found by binary search.
+    A part ends where its share does, or at a request's end at most OVERHEAD places behind. So parts begin a share
+    apart, up to the next such end: one look at all requests for each of these. All else is found by binary search.
     """
     row = tl.arange(0, ROWS)
     lengths = tl.load(seq_lens + row, mask=row < rows, other=0)
@@ -215,14 +235,21 @@ def write_schedule(
     total = tl.max(ends)
     tl.store(cost_offsets, 0)
     tl.store(cost_offsets + row + 1, ends, mask=row < rows)
-    share = _divided_up(total, parts)
-    start = total * 0
-    for part in range(parts):
-        tl.store(part_offsets + part, start)
-        reach = start + share + OVERHEAD
-        request = tl.max(tl.where(ends <= reach, ends, 0))
-        start = tl.minimum(tl.maximum(request, reach - OVERHEAD), total)
-    tl.store(part_offsets + parts, start)
+
+    part = tl.arange(0, PARTS)
+    is_part = part < parts
+    share = tl.maximum(_divided_up(total, parts), 1)
+    inverse = (((1 << 32) - 1) // share.to(tl.int64)).to(tl.uint32)
+    starts = part * share
+    number, start = total * 0, total * 0
+    end = _next_end(ends, start, share, inverse, OVERHEAD)
+    while end < NOWHERE:
+        number += _ahead(end, start, share, inverse, OVERHEAD)
+        start = end
+        starts = tl.where(part >= number, start + (part - number) * share, starts)
+        end = _next_end(ends, start, share, inverse, OVERHEAD)
+    begin = tl.minimum(starts, total)
+    tl.store(part_offsets + part, begin, mask=part <= parts)
     tl.debug_barrier()  # what is stored can be read
 
     if num_splits is not None:
@@ -231,9 +258,6 @@ def write_schedule(
         tl.store(num_splits, 0)
         tl.store(num_splits + row + 1, tl.cumsum(tl.where(row < rows, splits, 0)), mask=row < rows)
 
-    part = tl.arange(0, PARTS)
-    is_part = part < parts
-    begin = tl.load(part_offsets + part, mask=is_part, other=0)
     end = tl.load(part_offsets + part + 1, mask=is_part, other=0)
     first = _located(cost_offsets, rows + 1, begin, ROWS)
     last = _located(cost_offsets, rows + 1, end, ROWS)
@@ -272,5 +296,5 @@ def launch_schedule(
     parts = tile_scheduler_metadata.shape[0]
     write_schedule[(1,)](
         seq_lens, page_size, rows, parts, cost_offsets, part_offsets, tile_scheduler_metadata, num_splits,
-        OVERHEAD=overhead, ROWS=triton.next_power_of_2(rows), PARTS=triton.next_power_of_2(parts), num_warps=1,
+        OVERHEAD=overhead, ROWS=triton.next_power_of_2(rows), PARTS=triton.next_power_of_2(parts + 1), num_warps=8,
     )  # fmt: skip

@@ -55,6 +55,7 @@ def device(request: pytest.FixtureRequest) -> Any:
         standard = language.standard
         patch.setattr(language, "sum", lambda one: language.reduce(one, 0, standard._sum_combine))
         patch.setattr(language, "max", lambda one: language.reduce(one, 0, standard._elementwise_max))
+        patch.setattr(language, "min", lambda one: language.reduce(one, 0, standard._elementwise_min))
         patch.setattr(language, "cumsum", lambda one: language.associative_scan(one, 0, standard._sum_combine))
         yield torch.device("cpu")
 
