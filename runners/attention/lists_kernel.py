@@ -218,16 +218,32 @@ def _next_end(ends, start, share, inverse, OVERHEAD: tl.constexpr):
     return tl.min(tl.where(is_near, ends, NOWHERE))
 
 
+@triton.jit
+def _begins(ends, total, part, parts, OVERHEAD: tl.constexpr):
+    """Return where each part begins, a share behind the one before it, or at a request's end.
+
+    That is where an end is at most OVERHEAD places behind the part's share. From one of these ends on parts begin a
+    share apart, up to the next one: one look at all ends for each.
+    """
+    share = tl.maximum(_divided_up(total, parts), 1)
+    inverse = (((1 << 32) - 1) // share.to(tl.int64)).to(tl.uint32)
+    begins = part * share
+    number, start = total * 0, total * 0
+    end = _next_end(ends, start, share, inverse, OVERHEAD)
+    while end < NOWHERE:
+        number += _ahead(end, start, share, inverse, OVERHEAD)
+        start = end
+        begins = tl.where(part >= number, start + (part - number) * share, begins)
+        end = _next_end(ends, start, share, inverse, OVERHEAD)
+    return tl.minimum(begins, total)
+
+
 @triton.jit(do_not_specialize=["rows", "parts"])
 def write_schedule(
     seq_lens, page_size, rows, parts, cost_offsets, part_offsets, tile_scheduler_metadata, num_splits,
     OVERHEAD: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write FlashMLA's schedule by one program.
-
-    A part ends where its share does, or at a request's end at most OVERHEAD places behind. So parts begin a share
-    apart, up to the next such end: one look at all requests for each of these. All else is found by binary search.
-    """
+    """Write FlashMLA's schedule by one program. What `_begins` does not say is found by binary search."""
     row = tl.arange(0, ROWS)
     lengths = tl.load(seq_lens + row, mask=row < rows, other=0)
     blocks = tl.maximum(_divided_up(lengths, tl.load(page_size)), 1)
@@ -238,17 +254,7 @@ def write_schedule(
 
     part = tl.arange(0, PARTS)
     is_part = part < parts
-    share = tl.maximum(_divided_up(total, parts), 1)
-    inverse = (((1 << 32) - 1) // share.to(tl.int64)).to(tl.uint32)
-    starts = part * share
-    number, start = total * 0, total * 0
-    end = _next_end(ends, start, share, inverse, OVERHEAD)
-    while end < NOWHERE:
-        number += _ahead(end, start, share, inverse, OVERHEAD)
-        start = end
-        starts = tl.where(part >= number, start + (part - number) * share, starts)
-        end = _next_end(ends, start, share, inverse, OVERHEAD)
-    begin = tl.minimum(starts, total)
+    begin = _begins(ends, total, part, parts, OVERHEAD)
     tl.store(part_offsets + part, begin, mask=part <= parts)
     tl.debug_barrier()  # what is stored can be read
 

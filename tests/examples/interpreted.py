@@ -79,8 +79,8 @@ def test_ways_to_decode_are_timed_in_turns(generate: Generate, prompts: str, mon
     monkeypatch.setattr(module("serving.by_hand"), "PAIRS", 1)
     monkeypatch.setattr(module("serving.by_hand"), "PAIRS_A_ROUND", 1)
     given = ("--prompts", prompts, "--max-new-tokens", "3", "--prefill", "eager", "--max-batch", "2")
-    given = (*given, "--rounds", "2", "--arrival-gap", "0", "--ahead", "1")
-    status, report, out = generate(*given, "--chunk", "2")
+    timed = ("--rounds", "2", "--arrival-gap", "0", "--ahead", "1", "--chunk", "2")
+    status, report, out = generate(*given, *timed)
     ways = ("sdpa, --ahead 1", "triton, --ahead 1", "triton, --ahead 1, --chunk 2")
     assert (status, {way: len(speeds) for way, speeds in report["turns"].items()}) == (0, dict.fromkeys(ways, 3))
     [times] = report["measured"]["times"]
