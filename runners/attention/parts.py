@@ -17,8 +17,6 @@ from .kernels import FlashInferDecode, PagedCache, TritonDecode
 
 WINDOW: Final = Axis("WINDOW", fixed=True)
 """Tokens that a layer with a sliding window sees, that of this step included."""
-WINDOW_PAGES: Final = Axis("WINDOW_PAGES", fixed=True)
-"""The most pages that a window touches: (WINDOW - 1) / PAGE_SIZE, rounded up, and 1; at most PAGES."""
 CONTEXT_RANKS: Final = Axis("CONTEXT_RANKS", fixed=True)
 """Ranks of a context-parallel group, each of which has a part of every sequence."""
 CONTEXT_RANK: Final = Axis("CONTEXT_RANK", fixed=True)
@@ -126,7 +124,7 @@ class FlashInferWindow(FlashInferDecode, WindowCache):
     window_kv_offsets: Tensor = computed(window_page_lists, shape=BATCH, dtype=int32)
     window_kv_lens: Tensor = computed(window_page_lists, shape=BATCH, dtype=int32)
     window_kv_indptr: Tensor = computed(window_page_lists, shape=BATCH + 1, dtype=int32)
-    window_kv_indices: Tensor = computed(window_page_lists, shape=BATCH * WINDOW_PAGES, dtype=int32)
+    window_kv_indices: Tensor = computed(window_page_lists, shape=BATCH * layouts.PAGES, dtype=int32)
 
 
 class TritonWindow(TritonDecode, WindowCache):

@@ -9,7 +9,7 @@ from slotgraph.runners.attention.kernels import (
 )
 from slotgraph.runners.attention.layouts import CHUNK, CHUNKS, PAGE_SIZE, PAGES, POOL, SM_PARTS, TILE
 from slotgraph.runners.attention.parts import (
-    CONTEXT_RANK, CONTEXT_RANKS, INTERLEAVE, WINDOW, WINDOW_PAGES, ContextParallel, FlashInferWindow, TritonWindow,
+    CONTEXT_RANK, CONTEXT_RANKS, INTERLEAVE, WINDOW, ContextParallel, FlashInferWindow, TritonWindow,
     WindowCache,
 )
 from slotgraph.runners.attention.schedules import (
@@ -19,7 +19,7 @@ from slotgraph.runners.attention.schedules import (
 
 __all__ = [
     "CHUNK", "CHUNKS", "CONTEXT_RANK", "CONTEXT_RANKS", "HEAD_BLOCKS", "INTERLEAVE", "MULTIPROCESSORS", "PAGES",
-    "PAGE_SIZE", "PLAN_BYTES", "POOL", "SM_PARTS", "SPLITS", "TILE", "WINDOW", "WINDOW_PAGES", "ContextParallel",
+    "PAGE_SIZE", "PLAN_BYTES", "POOL", "SM_PARTS", "SPLITS", "TILE", "WINDOW", "ContextParallel",
     "FlashAttention", "FlashAttentionPrefill", "FlashInferDecode", "FlashInferDraft", "FlashInferPlanned",
     "FlashInferPrefill", "FlashInferVerify", "FlashInferWindow", "FlashMLA", "FlexDecode", "FusedInferAttention",
     "LinearAttention", "LinearAttentionVerify", "PagedCache", "PooledCache", "SparseIndexer", "SparseIndexerPrefill",

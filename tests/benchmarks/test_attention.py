@@ -19,7 +19,6 @@ SIZES: Final[dict[Any, int]] = {
     attention.TILE: 512,
     attention.SM_PARTS: 132,
     attention.WINDOW: WINDOW,
-    attention.WINDOW_PAGES: WINDOW // PAGE + 1,
 }
 KINDS: Final = (
     "FlashAttention", "FlashInferDecode", "FlexDecode", "TritonDecode", "FlashMLA", "FlashInferWindow", "TritonWindow",

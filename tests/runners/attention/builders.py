@@ -57,11 +57,6 @@ class Requests:
         """Tokens in a row that a rank keeps: as many as divide a page."""
         return self.page // 2 if self.page % 2 == 0 else self.page
 
-    @property
-    def window_pages(self) -> int:
-        """The most pages that a window touches."""
-        return min(self.pages, math.ceil((WINDOW - 1) / self.page) + 1)
-
     def seen_of(self, request: int) -> range:
         """Its tokens that are in the window."""
         return range(max(self.lens[request] - WINDOW, 0), self.lens[request])
@@ -258,7 +253,7 @@ def flashinfer_window(one: Requests) -> dict[str, Any]:
     rows = []
     for i, row in enumerate(one.window_table):
         rows.append([row[number] for number in sorted({token // one.page for token in one.seen_of(i)})])
-    indices = joined(rows, len(one.lens) * one.window_pages)
+    indices = joined(rows, len(one.lens) * one.pages)
     window = {"window_kv_indptr": starts([len(row) for row in rows]), "window_kv_indices": indices}
     return {**flashinfer(one), **window_cache(one), **window}
 

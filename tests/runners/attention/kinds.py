@@ -58,7 +58,6 @@ def sizes_of(inputs: type[Inputs], page: int) -> dict[Any, int]:
         attention.CHUNKS: one.chunks,
         attention.SM_PARTS: one.parts,
         attention.WINDOW: builders.WINDOW,
-        attention.WINDOW_PAGES: one.window_pages,
         attention.CONTEXT_RANKS: builders.RANKS,
         attention.CONTEXT_RANK: builders.RANK,
         attention.INTERLEAVE: one.interleave,

@@ -87,7 +87,6 @@ def test_the_kernel_writes_what_the_functions_return(
         attention.PAGE_SIZE: page,
         attention.SM_PARTS: data.draw(st.integers(1, 20)),
         attention.WINDOW: window,
-        attention.WINDOW_PAGES: -(-(window - 1) // page) + 1,
     }
     slots = getattr(attention, name).slotgraph.slots
     dropped = [one for one in UNUSED if one in compute.fills and data.draw(st.booleans())]
@@ -132,7 +131,7 @@ def test_lengths_that_are_too_long_are_written_nowhere_else(name: str, device: t
         "window_page_table": torch.ones(rows, columns, dtype=torch.int32, device=device),
     }
     sizes = {attention.PAGES: columns, attention.PAGE_SIZE: page, attention.SM_PARTS: 7}
-    sizes |= {attention.WINDOW: 4, attention.WINDOW_PAGES: 2}
+    sizes[attention.WINDOW] = 4
     whole = torch.full((1 << 16,), -7, dtype=torch.int64, device=device)  # all slots lie in it, with room between
     outs, free = {}, torch.ones(1 << 16, dtype=torch.bool, device=device)
     for number, slot in enumerate(compute.fills):
