@@ -64,15 +64,12 @@ def packed(indptr: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     return in_use, requests * in_use, items * in_use
 
 
-def packed_pages(
-    page_table: Tensor, kv_indptr: Tensor, capacity: int | None = None, first: Tensor | None = None
-) -> Tensor:
+def packed_pages(page_table: Tensor, kv_indptr: Tensor, first: Tensor | None = None) -> Tensor:
     """Return the pages of all requests one behind the other, and 0 behind the last.
 
-    capacity: How many pages to return. None: as many as the table has.
     first: The first page of each request. None: it is 0.
     """
-    in_use, requests, pages = packed(kv_indptr, page_table.numel() if capacity is None else capacity)
+    in_use, requests, pages = packed(kv_indptr, page_table.numel())
     pages = pages if first is None else first[requests] + pages
     return page_table[requests, pages] * in_use
 

@@ -45,18 +45,13 @@ def window_bounds(seq_lens: Tensor, window_size: Tensor) -> tuple[Tensor, Tensor
 
 @fills("window_kv_offsets", "window_kv_lens", "window_kv_indptr", "window_kv_indices", kernel=_window_kernel)
 def window_page_lists(
-    seq_lens: Tensor, window_size: Tensor, window_page_table: Tensor, page_size: Tensor, out: Mapping[str, Tensor]
-) -> None:
-    """Write what `window_bounds` returns, the offsets of each window's pages, and these pages."""
+    seq_lens: Tensor, window_size: Tensor, window_page_table: Tensor, page_size: Tensor
+) -> tuple[Tensor, ...]:
+    """Return what `window_bounds` returns, the offsets of each window's pages, and these pages."""
     first, lengths = window_bounds(seq_lens, window_size)
     first_pages = first // page_size
     kv_indptr = layouts.offsets(layouts.divided_up(seq_lens, page_size) - first_pages)
-    values = {"window_kv_offsets": first, "window_kv_lens": lengths, "window_kv_indptr": kv_indptr}
-    if "window_kv_indices" in out:
-        capacity = out["window_kv_indices"].shape[0]
-        pages = layouts.packed_pages(window_page_table, kv_indptr, capacity, first_pages)
-        values["window_kv_indices"] = pages
-    layouts.write_each(out, values)
+    return first, lengths, kv_indptr, layouts.packed_pages(window_page_table, kv_indptr, first_pages)
 
 
 @fills(
