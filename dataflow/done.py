@@ -14,7 +14,7 @@ from .computation import Computation, word_of, words
 from .declaration import Declaration
 from .errors import ConfigError
 from .guard import outside_inference
-from .slots import Copied
+from .slots import Copied, Slot
 from .sources import Compute
 from .tails import Pad, resolve_value
 from .transition import rows_of_requests
@@ -59,18 +59,35 @@ def _resetter(dim: int, each: int, number: Any) -> Callable[..., torch.Tensor]:
     return reset
 
 
-def resets(declaration: Declaration, views: Views, sizes: Sizes, capabilities: Capabilities) -> Iterator[Computation]:
-    """Yield what writes the tail into rows of requests that are done, for each slot on the device that has both."""
+def is_reset(slot: Slot, sizes: Sizes) -> bool:
+    """Return whether rows of requests that are done hold the slot's tail: on the device, one value for all of them."""
+    is_filled = slot.placement == DEVICE and slot.writers & {"batch", "producer", "function"}
+    return bool(is_filled) and isinstance(slot.rule(), Pad) and rows_of_requests(slot, sizes) is not None
+
+
+def reset_of(
+    name: str, declaration: Declaration, views: Views, sizes: Sizes, capabilities: Capabilities
+) -> Computation | None:
+    """Return what writes a slot's tail into rows of requests that are done, or None for a slot without."""
+    slot, view = declaration.slots[name], views[name]
+    rule, rows = slot.rule(), rows_of_requests(slot, sizes)
     done = views[declaration.done] if declaration.done else None
-    for name, slot in declaration.slots.items() if done is not None else ():
-        view = views[name]
-        rows = rows_of_requests(slot, sizes)
-        rule = slot.rule()
-        is_filled = slot.placement == DEVICE and slot.writers & {"batch", "producer"} and name != declaration.done
-        if view is not None and rows is not None and isinstance(rule, Pad) and is_filled:
-            with outside_inference():
-                target = words(view)
-            word = word_of(resolve_value(rule.value, capabilities, sizes), view.dtype)
-            compute = Compute(_resetter(*rows, word), ("done", "slot"), writes_out=False)
-            known = {"done": done, "slot": target}
-            yield Computation.bind(f"{name} of requests that are done", declaration, known, target, compute)
+    if done is None or view is None or rows is None or name == declaration.done:
+        return None
+    if not is_reset(slot, sizes) or not isinstance(rule, Pad):
+        return None
+    with outside_inference():
+        target = words(view)
+    word = word_of(resolve_value(rule.value, capabilities, sizes), view.dtype)
+    compute = Compute(_resetter(*rows, word), ("done", "slot"), writes_out=False)
+    known = {"done": done, "slot": target}
+    return Computation.bind(f"{name} of requests that are done", declaration, known, target, compute)
+
+
+def resets(declaration: Declaration, views: Views, sizes: Sizes, capabilities: Capabilities) -> Iterator[Computation]:
+    """Yield `reset_of` each slot that is there before functions on the device run."""
+    for name in declaration.slots:
+        is_late = name in declaration.functions and declaration.side(name) == DEVICE
+        reset = None if is_late else reset_of(name, declaration, views, sizes, capabilities)
+        if reset is not None:
+            yield reset

@@ -11,7 +11,7 @@ from .buffers import Buffers
 from .capabilities import Capabilities
 from .computation import Computation, Results
 from .declaration import Declaration
-from .done import resets
+from .done import reset_of, resets
 from .hostdata import plain_rows, tensor_for
 from .slots import Slot
 from .sources import NO_SIDE, Side
@@ -64,6 +64,8 @@ def fill_slot_by_slot(
         view = buffers[name].view(step.padded_sizes)
         Computation.bind(name, declaration, known, view, results=results).run(batch)
         reset_tail(declaration.slots[name], view, capabilities, step)
+        if ended := reset_of(name, declaration, views, step.padded_sizes, capabilities):
+            ended.run(batch)
     return views
 
 

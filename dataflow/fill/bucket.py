@@ -19,7 +19,7 @@ from ..buffers import Buffer, Buffers
 from ..capabilities import DEVICE, HOST, Capabilities, LoweringName, Placement
 from ..computation import Computation, LastRun, PackedValue, Results, ResultTail, word_of
 from ..declaration import Declaration
-from ..done import resets
+from ..done import reset_of, resets
 from ..errors import BatchError, DeclarationError, blame
 from ..guard import below_modes, outside_inference
 from ..lowering import LOWERINGS, How
@@ -298,17 +298,27 @@ class Bucket:
         if not self._asked:
             self._ask(self.step(self.padded))
             self._asked = True
-        on_device = [*resets(self.declaration, views, self.sizes, self._capabilities)]
+        resetting = self.declaration, views, self.sizes, self._capabilities
+        on_device = [*resets(*resetting)]
         if not (self.plan.computed or on_device):
             return NO_FUNCTIONS
         on_host = list[Computation]()
         packed = list[PackedValue]()
+        late = list[Computation]()  # resets that follow a function, which may have filled several slots
+        filled: Collection[str] = ()
         for one, computation in self.computations(views, [one.slot for one in self._computed if one.packed]):
             if one.packed:
                 packed.append(PackedValue.of(computation))
+            elif one.on == HOST:
+                on_host.append(computation)
             else:
-                (on_host if one.on == HOST else on_device).append(computation)
-        return Functions(on_host, packed, on_device)
+                if one.slot not in filled:
+                    on_device += late
+                    late.clear()
+                filled = computation.compute.fills
+                on_device.append(computation)
+                late += filter(None, [reset_of(one.slot, *resetting)])
+        return Functions(on_host, packed, on_device + late)
 
     def computations(self, views: Views, last: Collection[str] = ()) -> Iterator[tuple[ComputeStep, Computation]]:
         """Bind the functions to the slots that they need and write, in the order in which they run.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...dataflow.capabilities import DEVICE
+from ...dataflow.done import is_reset
 from ...dataflow.errors import ConfigError
 from ...dataflow.sources import SETTINGS, Compute
 from ...dataflow.tails import Once, Pad, resolve_value
@@ -65,9 +65,9 @@ def ended_faults(trial: Trial) -> Faults:
     for name, filled in trial.filled.items() if declaration.done else ():
         slot = trial.slots[name]
         rule = trial.slots[name].rule()
-        is_reset = slot.placement == DEVICE and slot.writers & {"batch", "producer"} and isinstance(rule, Pad)
-        has_rows = rows_of_requests(slot, trial.step.padded_sizes) is not None
-        if has_rows and isinstance(rule, Pad | Once) and not is_reset and trial.is_filled(name):
+        sizes = trial.step.padded_sizes
+        has_rows = rows_of_requests(slot, sizes) is not None
+        if has_rows and isinstance(rule, Pad | Once) and not is_reset(slot, sizes) and trial.is_filled(name):
             number = resolve_value(rule.value, trial.backend.capabilities, trial.step.padded_sizes)
             tails[name] = torch.full_like(filled, number)
     ended = {declaration.done: torch.ones_like(trial.filled[declaration.done])} if tails else {}
@@ -77,7 +77,7 @@ def ended_faults(trial: Trial) -> Faults:
         labels = [] if written is None or padded is None else trial.state.labels(written, [padded])
         if labels:
             message = (
-                f"requests that are done go on to write {labels[0]}, by slot {name!r}: only copied slots on the device "
+                f"requests that are done go on to write {labels[0]}, by slot {name!r}: only slots on the device "
                 "with pad=value hold the tail where a request is done; declare it so"
             )
             yield name, message

@@ -155,7 +155,6 @@ class Filling:
         """Compile the functions that a graph of the step runs, before its capture. All slots keep their contents."""
         filler, bucket, functions = self.filler, self.bucket, self.filler.functions
         on_device = bucket.functions(bucket.padded).on_device
-        resets = [one for one in on_device if one.slot not in bucket.declaration.functions]
         rules = bucket.transitions[DEVICE] if filler.lowering.is_in_graph else None
         has_rules = rules is not None and rules.has_functions
         if functions is None or self.compiled is not None or not (on_device or has_rules):
@@ -164,8 +163,9 @@ class Filling:
         @torch.no_grad()
         def compile_all() -> None:
             before = [one.target.clone() for one in on_device]
-            # apart, because these see slots as integers, and a compiler takes that for other memory
-            self.compiled = [*functions.compile(resets), *functions.compile(on_device[len(resets) :])]
+            # resets apart, because these see slots as integers, and a compiler takes that for other memory
+            parts = itertools.groupby(on_device, lambda one: one.slot in bucket.declaration.functions)
+            self.compiled = [run for _, part in parts for run in functions.compile([*part])]
             for one, contents in zip(on_device, before, strict=True):
                 one.target.copy_(contents)
             if rules is not None:

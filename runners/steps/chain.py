@@ -185,7 +185,12 @@ class Chain(Generic[V]):
             sample = rebuilt(declaration, slots, {})
             runner.check_limits(sample.batch, sample.side, slots)
         given = keys, self._edits.bucket.table.plain(tuple(map(slots.get, declaration.sources))), slots
-        self._writes.append(self._edits.take_known(*given) or self._edits.admit(*given))
+        try:
+            self._writes.append(self._edits.take_known(*given) or self._edits.admit(*given))
+        except BatchError as error:
+            if keys or self._edits.rows.keys().isdisjoint(slots):
+                raise
+            raise BatchError(f"{error}; say whose rows these are: edit(keys, ...)") from error
 
     @property
     def is_joined(self) -> bool:

@@ -28,7 +28,7 @@ def chunk_sizes(chunk: Any, chunks: Collection[int]) -> tuple[int, ...]:
     if type(chunk) is not int or chunk not in every:
         if chunk == "auto":
             return every
-        refuse("chunk", f"one of {', '.join(map(str, every))}, which this runner captures, or 'auto'", chunk)
+        refuse("chunk", f"one of {', '.join(map(str, every))}, which this runner captures by chunks=, or 'auto'", chunk)
     return (chunk,)
 
 

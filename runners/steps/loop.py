@@ -156,13 +156,14 @@ class LaunchedStep(Generic[Out]):
                 pairs = [pair for pair, is_done in zip(pairs, flags, strict=True) if not is_done]
         return pairs if self.number >= loop.changed else loop.counted(self.number, pairs)
 
-    def needs(self, slot: str, *, steps: int = 1) -> dict[Any, int]:
+    def needs(self, slot: str, *, steps: int | None = None) -> dict[Any, int]:
         """Return what each request needs in a step that is launched later, to reserve memory for it before.
 
         Args:
             slot: One that `needs=` of `steps` names.
             steps: In which step: 1 for step `lands`, the next to be launched, 2 for the one after it, and so on. With
-                `chunk=`, in which launch, and the answer is for the last step of that launch.
+                `chunk=`, in which launch, and the answer is for the last step of that launch. None: in the last one
+                that may be launched before you get another step.
 
         Returns:
             For each live request, the slot's number in that step. For a ragged slot, how many values must be appended
@@ -277,6 +278,7 @@ class StepLoop(Generic[V, Out]):
         self._batch = batch
         self._read = read
         self._ahead = 0 if chain.hold_reason else ahead
+        self._following = 1  # how many launches may come before another step is handed out
         self._size = 0  # which of the chain's `chunk_sizes` the next launch has
         self._hold_reason = ""
         self._has_ended = False
@@ -357,7 +359,10 @@ class StepLoop(Generic[V, Out]):
                             return
                         waiting.append(steps)
                         counts[f"held: {held}" if held else "ahead"] += len(steps)
-                    for step in waiting.popleft():
+                    steps = waiting.popleft()
+                    next_launch = waiting[0][0].launch if waiting else self.launches
+                    self._following = max(1, next_launch + self._ahead - self.launches + 1)
+                    for step in steps:
                         if self._ended:
                             self._forget_ended()
                         yield step
@@ -478,7 +483,7 @@ class StepLoop(Generic[V, Out]):
         if not self._runner.cuts:
             raise ConfigError("tokens() needs rows of requests, and outputs are whole: set output_rows=")
         if requests and outputs.shape != (requests,):  # several rows or numbers for each request
-            outputs = outputs.view(requests, -1).squeeze(1)
+            outputs = outputs.reshape(requests, -1).squeeze(1)
         rows = outputs.tolist
         if outputs.dim() == 1 and outputs.dtype in {torch.int64, torch.int32}:  # for ids, `tolist` takes twice as long
             rows = functools.partial(iter, outputs.numpy().data)
@@ -505,8 +510,7 @@ class StepLoop(Generic[V, Out]):
     def join(self, batch: Any, keys: SomeKeys) -> None:
         """See `LaunchedStep.join`."""
         new = keys_in(keys, "join(batch, {})")
-        if self._has_ended:
-            raise BatchError("these steps() have ended: begin again with all live requests")
+        self._check_goes_on()
         self._chain.join(batch, new)
         self._since.update(dict.fromkeys(new, self.launched))
         self.changed = self.launched
@@ -534,8 +538,10 @@ class StepLoop(Generic[V, Out]):
                 self._chain.edit(tuple(rows), {name: ragged[name].table(rows)})
                 ragged[name].rows.update(rows)
 
-    def needs(self, slot: str, steps: int) -> dict[Hashable, int]:
+    def needs(self, slot: str, steps: int | None) -> dict[Hashable, int]:
         """See `LaunchedStep.needs`."""
+        if steps is None:
+            steps = self._following
         checked("steps", "a number of steps, at least 1", steps, int, 1)
         if slot not in [*self._needs]:  # a list: `slot` may be unhashable
             raise ConfigError(f"slot {slot!r} is not predicted: name it when steps() begins, needs=[{slot!r}]")
@@ -562,13 +568,20 @@ class StepLoop(Generic[V, Out]):
         """See `LaunchedStep.hold`."""
         if not isinstance(why, str) or not why:
             refuse("hold", "a reason, such as 'grammar'", why)
+        self._check_goes_on()
         self._hold_reason = why
+
+    def _check_goes_on(self) -> None:
+        """Raise BatchError if the loop has ended, so that no step would see what is said."""
+        if self._has_ended:
+            raise BatchError("these steps() have ended: begin again with all live requests")
 
     def _live_keys(self, keys: SomeKeys, call: str) -> Keys:
         """Return keys of live requests.
 
-        Raise BatchError for a key of none, or one given twice. call: As for `keys_in`.
+        Raise BatchError for a key of none, or one given twice, or if the loop has ended. call: As for `keys_in`.
         """
+        self._check_goes_on()
         found = keys_in(keys, call)
         different = {*found}
         if len(different) != len(found):

@@ -312,9 +312,9 @@ class Schedule:
             act(step)
 
 
-def reserve(step: LaunchedStep, schedule: Schedule, reserved: dict[Any, int], launches: int) -> None:
-    """Append the pages that requests need for so many launches. reserved: How many each has beyond its first ones."""
-    needs, lists = step.needs("pages", steps=launches), list[list[int]]()
+def reserve(step: LaunchedStep, schedule: Schedule, reserved: dict[Any, int]) -> None:
+    """Append the pages that requests need until the next turn. reserved: How many each has beyond its first ones."""
+    needs, lists = step.needs("pages"), list[list[int]]()
     for key, count in needs.items():
         more = reserved.setdefault(key, schedule.began[key])
         lists.append(schedule.pages(key, count, more))
@@ -343,10 +343,9 @@ def run(schedule: Schedule, act: Act, steps: int, *, ahead: int, **options: Any)
         if step.lands > told_of:
             told_of = step.lands
             act(step)
-        launches = ahead + 1 if step.lands == step.number + 1 else 1  # so many may follow at once
         if game.ragged:
-            reserve(step, schedule, pages, launches)
-        needed = step.needs("positions", steps=launches)
+            reserve(step, schedule, pages)
+        needed = step.needs("positions")
     told.look(game, step, reserved)
     return told
 

@@ -108,14 +108,13 @@ def test_a_rule_that_reads_an_output_that_no_step_writes_is_found() -> None:
 
 @LOWERINGS
 def test_a_row_that_is_written_behind_its_end_is_found(lowering: str) -> None:
-    """A done request's row keeps what is not reset: pages whose tail is set once, and what the host has."""
+    """A done request's row keeps what is not reset: pages whose tail is set once. What functions fill is reset."""
     (finding,) = reported(PagesOnce, lowering=lowering).findings
     assert (finding.check, finding.slot) == ("transition", "pages")
     assert "requests that are done go on to write the float32 tensor of shape [17, 4]" in finding.message
     state = torch.ones(32)
     writes = step_of(lambda view: state.index_add_(0, view.rows, torch.ones(len(view.rows))))
-    (finding,) = reported(RowsOfHost, writes, lowering=lowering, only="transition").findings
-    assert (finding.check, finding.slot) == ("transition", "rows")
+    assert reported(RowsOfHost, writes, lowering=lowering, only="transition").ok
     assert reported(PagesOnce, lowering=lowering, only="transition", done=None).ok
 
 

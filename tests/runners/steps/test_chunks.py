@@ -23,7 +23,7 @@ from slotgraph import (
     staged,
 )
 from slotgraph.backends import Backend, load
-from slotgraph.errors import ConfigError, SlotGraphError, StaleOutputError
+from slotgraph.errors import BatchError, ConfigError, SlotGraphError, StaleOutputError
 from slotgraph.extend import Group, fills
 from slotgraph.ranks import Ranks
 from slotgraph.runners.steps import loop as loop_of_steps
@@ -461,3 +461,112 @@ def test_check_knows_that_rows_of_done_requests_hold_the_tail(lowering: str) -> 
     runner = runner_of("cpu-capture", Ending, done="done", lowering=lowering)
     assert "reset   rows of all other slots where done is true" in runner.plan(2).lines()
     assert check(runner, progress=False).findings == ()
+
+
+PLACES: Final = Axis("PLACES", fixed=True)
+
+
+@fills("low", "high")
+def low_and_high(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two places of each request."""
+    return rows + 4, rows + 8
+
+
+class Storing(Ending):
+    """Places that a function computes, and another one reads; those of requests that are done are 0."""
+
+    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    low: torch.Tensor = computed(low_and_high, shape=BATCH, dtype=torch.int64, pad=0)
+    high: torch.Tensor = computed(low_and_high, shape=BATCH, dtype=torch.int64, pad=0)
+    both: torch.Tensor = computed(lambda low, high: low + high, shape=BATCH, dtype=torch.int64)
+
+
+class StoringOfHost(Storing):
+    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
+
+
+@pytest.mark.parametrize("inputs", [Storing, StoringOfHost])
+@pytest.mark.parametrize("lowering", ["foreach", "in_graph", "slot_by_slot"])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_computed_slots_of_requests_that_are_done_hold_the_tail(
+    inputs: type[Storing], lowering: str, compiles: bool
+) -> None:
+    """As copied ones do, before other functions read them: whoever is done writes nowhere else."""
+    cache = torch.zeros(32, dtype=torch.int64)
+
+    def step(view: Storing) -> torch.Tensor:
+        for places in (view.low, view.high, view.both):
+            cache[places] += 1
+        return view.made.copy_(view.ids + 1)
+
+    backend = "cpu" if compiles else "cpu-capture"
+    runner = runner_of(backend, inputs, step, done="done", lowering=lowering, compile_computed=compiles)
+    cache.zero_()
+    batch = {"ids": [END - 3], "lens": [1], "rows": [3], "done": [False]}
+    for launched in runner.steps(batch, keys=["a"], ahead=1, chunk=1 if inputs is StoringOfHost else 4):
+        if launched.number == 8:
+            launched.leave(["a"])
+    assert cache[1:].nonzero().flatten().tolist() == [6, 10, 17]
+    assert cache[[7, 11, 18]].tolist() == [3, 3, 3]
+
+
+class Storage(Inputs):
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, then=lambda made: made)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1, then=lambda lens: lens + 1)
+    pages: torch.Tensor = copied(BATCH, PLACES, dtype=torch.int64, pad=0, ragged=lambda lens: lens)
+    made: torch.Tensor = output(BATCH, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("pause", [0, 1, 2, 5])
+def test_needs_cover_all_launches_until_the_next_turn(ahead: int, chunk: int, pause: int) -> None:
+    """Also where nobody was there for a while, and several launches follow at once."""
+
+    def step(view: Storage) -> torch.Tensor:
+        view.made.copy_(view.ids + 1)
+        return view.pages.gather(1, view.lens[:, None] - 1)[:, 0]
+
+    runner = runner_of("cpu-capture", Storage, step, sizes={PLACES: 64})
+    free, pages, joins = [*range(99, 0, -1)], list[int](), -1
+    batch = {"ids": [1], "lens": [1], "pages": [[*range(100, 140)]]}
+    for launched in runner.steps(batch, keys=["a"], ahead=ahead, chunk=chunk, needs=["pages"]):
+        pages += [page for key, page in launched.tokens() if key == "b"]
+        if launched.number == 5:
+            launched.leave(["a"])
+            joins = min(launched.number + pause, launched.lands - 1)
+        if launched.number == joins:
+            launched.join({"ids": [1], "lens": [1], "pages": [[free.pop()]]}, ["b"])
+        if len(pages) >= 10:
+            break
+        new = {key: [free.pop() for _ in range(count)] for key, count in launched.needs("pages").items() if key == "b"}
+        launched.append([*new], pages=[*new.values()])
+    assert pages == [*range(1, 11)]
+
+
+def test_what_is_said_after_the_end_is_refused() -> None:
+    """Nobody would see it."""
+    runner = runner_of("cpu-capture")
+    loop = runner.steps(two())
+    step = next(loop)
+    loop.close()  # type: ignore[attr-defined] # a generator
+    for said, given in ((step.edit, ([0],)), (step.leave, ([0],)), (step.join, (two(), [3, 4])), (step.hold, ("why",))):
+        with pytest.raises(BatchError, match=r"these steps\(\) have ended"):
+            said(*given)
+
+
+class Wide(Counting):
+    wide: torch.Tensor = output(BATCH, 2, 4, dtype=torch.int64)
+
+
+def test_tokens_of_a_part_of_wide_outputs() -> None:
+    """Which is no dense tensor in the memory of a chunk's outputs."""
+
+    def step(view: Wide) -> torch.Tensor:
+        view.made.copy_(view.ids + 1)
+        return view.wide.copy_(view.made[:, None, None].expand(-1, 2, 4) + torch.arange(4))
+
+    runner = runner_of("cpu-capture", Wide, step)
+    for chunk in (1, 4):
+        loop = runner.steps(two(), chunk=chunk, read=lambda wide: wide[:, :, :2])
+        assert [next(loop).tokens() for _ in range(2)][1] == [(0, [12, 13, 12, 13]), (1, [22, 23, 22, 23])]

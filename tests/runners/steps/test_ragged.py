@@ -119,7 +119,8 @@ def test_rows_without_new_values_are_not_sent(cpu: str, monkeypatch: pytest.Monk
     """An append of nothing is no edit."""
     sent = list[object]()
     monkeypatch.setattr("slotgraph.runners.steps.chain.Chain.edit", lambda _, keys, slots: sent.append((keys, *slots)))
-    step = next(steps(cpu, [[1], [2, 3]]))
+    loop = steps(cpu, [[1], [2, 3]])
+    step = next(loop)
     step.append(["a", "b"], pages=[[], []])
     step.append([], pages=[])
     assert sent == []
@@ -224,6 +225,7 @@ def test_rows_on_the_device_are_not_read(backend: Backend) -> None:
 
 def test_a_dense_table_has_no_room(cpu: str) -> None:
     """All of its columns are values."""
-    step = next(steps(cpu, torch.full((2, WIDTH), 5, dtype=torch.int32)))
+    loop = steps(cpu, torch.full((2, WIDTH), 5, dtype=torch.int32))
+    step = next(loop)
     with pytest.raises(BatchError, match="the row of request 'a' has 4 values and gets 1 more"):
         step.append(["a"], pages=[[4]])

@@ -143,6 +143,7 @@ REFUSED: Final[dict[str, Callable[[Any], Any]]] = {
     r"slot 'lens': row 0 is 501, over the limit of 500": lambda step: step.join({**mixed(9), "lens": [501]}, ["x"]),
     r"slot 'lens': row 0 is 502, over the limit of 500": lambda step: step.edit(["r"], lens=[502]),
     r"edit names 'idz', which is not a slot .* did you mean 'ids'": lambda step: step.edit(["r"], idz=[1]),
+    r"slot 'ids': .*; say whose rows these are: edit\(keys, \.\.\.\)": lambda step: step.edit(ids=[1]),
     r"named twice": lambda step: step.edit(["r", "r"], ids=[1, 2]),
     r"slot 'ids': expected int64 of shape \[1\]": lambda step: step.edit(["r"], ids=torch.zeros(1)),
 }
