@@ -550,9 +550,12 @@ def test_what_is_said_after_the_end_is_refused() -> None:
     loop = runner.steps(two())
     step = next(loop)
     loop.close()  # type: ignore[attr-defined] # a generator
-    for said, given in ((step.edit, ([0],)), (step.leave, ([0],)), (step.join, (two(), [3, 4])), (step.hold, ("why",))):
+    calls: dict[Any, tuple[Any, ...]] = {step.leave: ([0],), step.join: (two(), [3, 4]), step.hold: ("why",)}
+    for say, given in calls.items():
         with pytest.raises(BatchError, match=r"these steps\(\) have ended"):
-            said(*given)
+            say(*given)
+    with pytest.raises(BatchError, match=r"these steps\(\) have ended"):
+        step.edit([0], ids=[7])
 
 
 class Wide(Counting):
