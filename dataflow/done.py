@@ -87,7 +87,7 @@ def reset_of(
 def resets(declaration: Declaration, views: Views, sizes: Sizes, capabilities: Capabilities) -> Iterator[Computation]:
     """Yield `reset_of` each slot that is there before functions on the device run."""
     for name in declaration.slots:
-        is_late = name in declaration.functions and declaration.side(name) == DEVICE
-        reset = None if is_late else reset_of(name, declaration, views, sizes, capabilities)
-        if reset is not None:
+        if name in declaration.functions and declaration.side(name) == DEVICE:
+            continue
+        if reset := reset_of(name, declaration, views, sizes, capabilities):
             yield reset

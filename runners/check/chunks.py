@@ -64,11 +64,11 @@ def ended_faults(trial: Trial) -> Faults:
     tails = dict[str, torch.Tensor]()
     for name, filled in trial.filled.items() if declaration.done else ():
         slot = trial.slots[name]
-        rule = trial.slots[name].rule()
+        rule = slot.rule()
         sizes = trial.step.padded_sizes
         has_rows = rows_of_requests(slot, sizes) is not None
         if has_rows and isinstance(rule, Pad | Once) and not is_reset(slot, sizes) and trial.is_filled(name):
-            number = resolve_value(rule.value, trial.backend.capabilities, trial.step.padded_sizes)
+            number = resolve_value(rule.value, trial.backend.capabilities, sizes)
             tails[name] = torch.full_like(filled, number)
     ended = {declaration.done: torch.ones_like(trial.filled[declaration.done])} if tails else {}
     written = _written(trial, ended) if tails else None

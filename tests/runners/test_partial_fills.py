@@ -152,7 +152,7 @@ def test_the_rest_is_left_to_the_graph(lowering: str) -> None:
 
 
 def test_names_that_are_no_slots_are_refused() -> None:
-    """only= and skip= refuse unknown slots, values that are no lists of names, and each other; nothing is written."""
+    """A fill refuses an unknown slot, a value that is no list of names, and only= beside skip=. It writes nothing."""
     buffers, _ = pair("cpu", "direct")
     options: dict[str, Any]
     batch = batch_of(2, 4)

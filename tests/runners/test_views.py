@@ -284,7 +284,7 @@ def test_what_cannot_be_narrowed_is_refused() -> None:
 
 
 def test_ranges_that_say_no_rows_are_refused() -> None:
-    """narrow() refuses tokens of other requests, and names the axis of a value that is no range."""
+    """narrow() refuses tokens that belong to other requests. If a value is no range, its error names the axis."""
     view = WHOLE.fill(micro_batch(3, 4, seed=4, bias=True))
     assert_same_views(view.narrow(BATCH, 1, 3), view.narrow(BATCH, 1, 3, tokens=(2, 6)))
     wrong: list[tuple[tuple[Any, ...], Any, str]] = [

@@ -491,7 +491,7 @@ class StoringOfHost(Storing):
 def test_computed_slots_of_requests_that_are_done_hold_the_tail(
     inputs: type[Storing], lowering: str, compiles: bool
 ) -> None:
-    """As copied ones do, before other functions read them: whoever is done writes nowhere else."""
+    """The tail is there before another function reads the slot, so a request that is done writes to place 0 alone."""
     cache = torch.zeros(32, dtype=torch.int64)
 
     def step(view: Storing) -> torch.Tensor:
@@ -563,7 +563,7 @@ class Wide(Counting):
 
 
 def test_tokens_of_a_part_of_wide_outputs() -> None:
-    """Which is no dense tensor in the memory of a chunk's outputs."""
+    """The part has gaps in the memory that a chunk's outputs share, and tokens() reads it all the same."""
 
     def step(view: Wide) -> torch.Tensor:
         view.made.copy_(view.ids + 1)
